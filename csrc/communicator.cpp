@@ -1,0 +1,117 @@
+#include "csrc/communicator.h"
+
+#include <map>
+#include <mutex>
+
+namespace moe_ep {
+namespace {
+
+struct Registry {
+  std::mutex mutex;
+  std::map<std::string, std::shared_ptr<Communicator>> by_name;
+};
+
+// Never destroyed: threads of the framework may still run ops while static destructors do.
+Registry& registry() {
+  static Registry* instance = new Registry;
+  return *instance;
+}
+
+void require(bool ok, const std::string& text) {
+  if (!ok) throw ArgumentError(text);
+}
+
+std::string got(int64_t value) { return ", got " + std::to_string(value); }
+
+void check_shape(const CommunicatorOptions& o) {
+  const WindowShape& s = o.shape;
+  require(!o.name.empty(), "comm: expected a non-empty name");
+  require(s.ep_size >= 1 && s.ep_size <= kMaxRanks,
+          "ep_size: expected 1.." + std::to_string(kMaxRanks) + got(s.ep_size));
+  require(o.rank >= 0 && o.rank < s.ep_size, "rank: expected 0.." + std::to_string(s.ep_size - 1) + got(o.rank));
+  require(s.max_tokens >= 1, "max_tokens_per_rank: expected at least 1" + got(s.max_tokens));
+  require(s.max_top_k >= 1 && s.max_top_k <= kMaxTopK,
+          "top_k: expected 1.." + std::to_string(kMaxTopK) + got(s.max_top_k));
+  require(s.eplb_experts >= 0, "eplb_stats_num_experts: expected at least 0" + got(s.eplb_experts));
+  require(s.weight_itemsize >= 1, "weight_itemsize: expected at least 1" + got(s.weight_itemsize));
+  require(s.dispatch_row_bytes >= 0 && s.dispatch_row_bytes % 16 == 0,
+          "dispatch_row_bytes: expected a multiple of 16" + got(s.dispatch_row_bytes));
+  require(s.combine_row_bytes >= 0 && s.combine_row_bytes % 16 == 0,
+          "combine_row_bytes: expected a multiple of 16" + got(s.combine_row_bytes));
+}
+
+}  // namespace
+
+Communicator::Communicator(const CommunicatorOptions& options) : options_(options) {
+  check_shape(options_);
+  offsets_ = Window::walk(options_.shape);
+  if (options_.device != DeviceKind::kCpu) {
+    throw ArgumentError("device: this build of torch_moe_ep has no CUDA windows");
+  }
+  memory_ = make_shm_memory(static_cast<size_t>(offsets_.bytes));
+  host_.heard.assign(static_cast<size_t>(ep_size()), 0);
+  for (int32_t r = 0; r < ep_size(); ++r) active_.words[r / 64] |= uint64_t{1} << (r % 64);
+}
+
+void Communicator::connect(const std::vector<std::string>& handles) {
+  require(static_cast<int32_t>(handles.size()) == ep_size(),
+          "handles: expected one per rank, " + std::to_string(ep_size()) + got(static_cast<int64_t>(handles.size())));
+  memory_->connect(rank(), handles);
+  for (char* base : memory_->bases()) windows_.push_back(Window{base});
+}
+
+RankMask Communicator::active_ranks(const RankMask& passed) const { return passed.given ? passed : active_; }
+
+void Communicator::set_active_ranks(const RankMask& mask) {
+  require(options_.enable_rank_mask, "active ranks: communicator '" + name() + "' was made without enable_rank_mask");
+  active_ = mask;
+}
+
+void Communicator::check_ready(OpKind kind, int32_t ep_size_arg, DeviceKind device, int32_t device_index) const {
+  const std::string where = std::string(op_name(kind)) + ": communicator '" + name() + "' ";
+  require(connected(), where + "has no peers yet; finish its construction on every rank first");
+  require(ep_size() == ep_size_arg, where + "has ep_size " + std::to_string(ep_size()) +
+                                        ", this call (or the graph it was traced into) was made for " +
+                                        std::to_string(ep_size_arg) + "; trace again or open one of that size");
+  require(options_.device == device && (device == DeviceKind::kCpu || options_.device_index == device_index),
+          where + "lives on another device than the tensors passed");
+}
+
+std::shared_ptr<Communicator> open(const CommunicatorOptions& options) {
+  auto comm = std::make_shared<Communicator>(options);
+  Registry& r = registry();
+  std::lock_guard<std::mutex> lock(r.mutex);
+  require(r.by_name.emplace(options.name, comm).second, "comm: a communicator named '" + options.name + "' is open");
+  return comm;
+}
+
+std::shared_ptr<Communicator> find(const std::string& name) {
+  Registry& r = registry();
+  std::lock_guard<std::mutex> lock(r.mutex);
+  const auto it = r.by_name.find(name);
+  if (it != r.by_name.end()) return it->second;
+  std::string open_names;
+  for (const auto& entry : r.by_name) open_names += (open_names.empty() ? "" : ", ") + entry.first;
+  throw ArgumentError("comm: no communicator named '" + name + "' is open in this process (open: " +
+                      (open_names.empty() ? "none" : open_names) + "); it was closed, or never created here");
+}
+
+void close(const std::string& name) {
+  std::shared_ptr<Communicator> last;  // destroyed outside the lock
+  Registry& r = registry();
+  std::lock_guard<std::mutex> lock(r.mutex);
+  const auto it = r.by_name.find(name);
+  if (it == r.by_name.end()) return;
+  last = std::move(it->second);
+  r.by_name.erase(it);
+}
+
+std::vector<std::string> names() {
+  Registry& r = registry();
+  std::lock_guard<std::mutex> lock(r.mutex);
+  std::vector<std::string> out;
+  for (const auto& entry : r.by_name) out.push_back(entry.first);
+  return out;
+}
+
+}  // namespace moe_ep

@@ -1,0 +1,151 @@
+// combine between processes of one host: the protocol is in csrc/transport/fence.h.
+//
+// The sum of a token is taken in float32 (float64 for float64 rows), over its targets in the order of their first
+// appearance in the top-k, starting from the first partial, and rounded once: any two columns or transports that
+// follow this order agree bit for bit.
+#include <algorithm>
+#include <cstring>
+
+#include "csrc/limits.h"
+#include "csrc/numeric.h"
+#include "csrc/transport/fence.h"
+
+namespace moe_ep::cpu {
+namespace {
+
+template <class T>
+struct Codec;
+template <>
+struct Codec<float> {
+  using Sum = float;
+  static float load(float x) { return x; }
+  static float store(float x) { return x; }
+};
+template <>
+struct Codec<double> {
+  using Sum = double;
+  static double load(double x) { return x; }
+  static double store(double x) { return x; }
+};
+template <>
+struct Codec<BFloat16> {
+  using Sum = float;
+  static float load(BFloat16 x) { return to_float(x); }
+  static BFloat16 store(float x) { return to_bfloat16(x); }
+};
+template <>
+struct Codec<Float16> {
+  using Sum = float;
+  static float load(Float16 x) { return to_float(x); }
+  static Float16 store(float x) { return to_float16(x); }
+};
+
+// Vectorised for the machine at hand; the float operations and their order are the same in every clone.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define MOE_EP_CLONES __attribute__((target_clones("avx512f", "avx2", "default"), optimize("O3")))
+#else
+#define MOE_EP_CLONES
+#endif
+
+constexpr int64_t kBlock = 512;  // elements summed at a time, in cache
+
+template <class T>
+inline __attribute__((always_inline)) void sum_rows(const char* const* partials, int32_t count, int64_t size, char* out) {
+  using Sum = typename Codec<T>::Sum;
+  Sum sums[kBlock];
+  for (int64_t begin = 0; begin < size; begin += kBlock) {
+    const int64_t n = std::min(kBlock, size - begin);
+    for (int32_t j = 0; j < count; ++j) {
+      const T* row = reinterpret_cast<const T*>(partials[j]) + begin;
+      if (j == 0) {
+        for (int64_t i = 0; i < n; ++i) sums[i] = Codec<T>::load(row[i]);
+      } else {
+        for (int64_t i = 0; i < n; ++i) sums[i] += Codec<T>::load(row[i]);
+      }
+    }
+    T* to = reinterpret_cast<T*>(out) + begin;
+    for (int64_t i = 0; i < n; ++i) to[i] = Codec<T>::store(sums[i]);
+  }
+}
+
+MOE_EP_CLONES void sum_bfloat16(const char* const* partials, int32_t count, int64_t size, char* out) {
+  sum_rows<BFloat16>(partials, count, size, out);
+}
+MOE_EP_CLONES void sum_float16(const char* const* partials, int32_t count, int64_t size, char* out) {
+  sum_rows<Float16>(partials, count, size, out);
+}
+MOE_EP_CLONES void sum_float32(const char* const* partials, int32_t count, int64_t size, char* out) {
+  sum_rows<float>(partials, count, size, out);
+}
+MOE_EP_CLONES void sum_float64(const char* const* partials, int32_t count, int64_t size, char* out) {
+  sum_rows<double>(partials, count, size, out);
+}
+
+using SumFunction = void (*)(const char* const*, int32_t, int64_t, char*);
+
+SumFunction sum_function(ElementType type) {
+  switch (type) {
+    case ElementType::kBFloat16: return sum_bfloat16;
+    case ElementType::kFloat16: return sum_float16;
+    case ElementType::kFloat32: return sum_float32;
+    case ElementType::kFloat64: return sum_float64;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+void combine(Communicator& comm, const CombineArgs& a) {
+  check_fits(comm, a);
+  const RankMask mask = comm.active_ranks(a.mask);
+  const WindowShape& shape = comm.shape();
+  const Window::Offsets& offsets = comm.offsets();
+  const Window own = comm.window(comm.rank());
+  const int64_t row_bytes = a.expert_output.bytes;
+  const auto partial_of = [&](int32_t src, int32_t t) {
+    return a.expert_output.data + (static_cast<int64_t>(src) * a.tokens_per_rank + t) * a.expert_output.stride;
+  };
+
+  HostFence fence(comm, OpKind::kCombine, mask, a.timeout_sec);
+  fence.delay(DelayPoint::kBeforePut);
+  StepHeader header{};
+  header.tokens = a.num_tokens;
+  header.tokens_per_rank = a.tokens_per_rank;
+  header.top_k = a.max_targets;
+  header.hidden_bytes = row_bytes;
+  header.dispatch_round = a.tokens_per_rank > 0 ? a.routing[0] : 0;
+  for (const int32_t peer : fence) {
+    fence.await_reuse(peer);
+    const Window window = comm.window(peer);
+    const int32_t* slots = a.routing + static_cast<int64_t>(1 + peer) * a.tokens_per_rank;
+    for (int32_t t = 0; t < a.tokens_per_rank; ++t) {
+      if (slots[t] < 0 || slots[t] >= a.max_targets) continue;
+      std::memcpy(window.landing(offsets, shape, t, slots[t]), partial_of(peer, t), static_cast<size_t>(row_bytes));
+    }
+    fence.delay(DelayPoint::kBeforeFlag);
+    fence.signal(peer, header);
+  }
+
+  fence.wait_all(header, [](int32_t, const StepHeader&) {});
+  fence.delay(DelayPoint::kAfterFlags);
+  const int32_t* targets = a.routing + static_cast<int64_t>(1 + comm.ep_size()) * a.tokens_per_rank;
+  const SumFunction sum = sum_function(a.element_type);
+  const bool here = HostFence::is_active(mask, comm.rank());
+  for (int32_t t = 0; t < a.num_tokens; ++t) {
+    const char* partials[kMaxTopK];
+    int32_t count = 0;
+    for (int32_t j = 0; j < a.max_targets && here; ++j) {
+      const int32_t rank = targets[static_cast<int64_t>(j) * a.tokens_per_rank + t];
+      if (rank < 0 || rank >= comm.ep_size() || !HostFence::is_active(mask, rank)) continue;
+      partials[count++] = rank == comm.rank() ? partial_of(rank, t) : own.landing(offsets, shape, t, j);
+    }
+    char* out = a.out + t * a.out_stride;
+    if (count > 0) {
+      sum(partials, count, a.hidden_size, out);
+    } else {
+      std::memset(out, 0, static_cast<size_t>(row_bytes));
+    }
+  }
+}
+
+}  // namespace moe_ep::cpu

@@ -1,0 +1,178 @@
+// dispatch between processes of one host: the protocol is in csrc/transport/fence.h, the row contract in README.md.
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "csrc/limits.h"
+#include "csrc/routing.h"
+#include "csrc/transport/fence.h"
+
+namespace moe_ep::cpu {
+namespace {
+
+// topk_ids as they travel: int32, dense, every id outside [0, E) replaced by invalid_expert_id. An int64 id is
+// compared before it is narrowed, so 2^32 does not turn into expert 0.
+std::vector<int32_t> sanitize_ids(const DispatchArgs& a, const ExpertSplit& split) {
+  std::vector<int32_t> ids(static_cast<size_t>(a.num_tokens) * static_cast<size_t>(a.top_k));
+  for (int32_t t = 0; t < a.num_tokens; ++t) {
+    for (int32_t k = 0; k < a.top_k; ++k) {
+      const int64_t at = t * a.ids_row_stride + k * a.ids_col_stride;
+      const int64_t id = a.ids_are_int64 ? static_cast<const int64_t*>(a.topk_ids)[at]
+                                         : static_cast<const int32_t*>(a.topk_ids)[at];
+      ids[static_cast<size_t>(t) * static_cast<size_t>(a.top_k) + static_cast<size_t>(k)] =
+          split.contains(id) ? static_cast<int32_t>(id) : a.invalid_expert_id;
+    }
+  }
+  return ids;
+}
+
+// Where the rows of one source are found: the tensors passed for the own rank, the windows for a peer.
+struct Source {
+  Rows hidden, scale, weights;
+  const int32_t* ids;
+  const int32_t* eplb;
+  int32_t num_tokens;
+};
+
+class Receiver {
+ public:
+  Receiver(const DispatchArgs& args, const ExpertSplit& split, int32_t rank, int32_t ep_size)
+      : a_(args), split_(split), rank_(rank), ep_size_(ep_size) {}
+
+  // Takes what is routed to this rank out of one source; src < 0 tokens means "none" (a masked rank).
+  void receive(int32_t src, const Source& from) const {
+    const int64_t first = static_cast<int64_t>(src) * a_.tokens_per_rank;
+    int32_t* slots = a_.routing + static_cast<int64_t>(1 + src) * a_.tokens_per_rank;
+    for (int32_t t = 0; t < a_.tokens_per_rank; ++t) {
+      const int64_t row = first + t;
+      int32_t* out_ids = a_.out_topk_ids + row * a_.top_k;
+      const int32_t* ids = from.ids + static_cast<int64_t>(t) * a_.top_k;
+      slots[t] = t < from.num_tokens ? slot_here(ids) : -1;
+      if (slots[t] < 0) {
+        std::fill_n(out_ids, a_.top_k, a_.invalid_expert_id);
+        std::memset(a_.out_weights + row * a_.weights.bytes, 0, static_cast<size_t>(a_.weights.bytes));
+        continue;
+      }
+      std::copy_n(ids, a_.top_k, out_ids);
+      copy_row(a_.out_hidden, row, from.hidden, t);
+      copy_row(a_.out_scale, row, from.scale, t);
+      copy_row(a_.out_weights, row, from.weights, t);
+    }
+    int32_t* stats = a_.out_eplb + static_cast<int64_t>(src) * a_.num_eplb;
+    if (from.eplb != nullptr) {
+      std::copy_n(from.eplb, a_.num_eplb, stats);
+    } else {
+      std::fill_n(stats, a_.num_eplb, 0);
+    }
+  }
+
+ private:
+  int32_t slot_here(const int32_t* ids) const {
+    int32_t targets[kMaxTopK];
+    const int32_t count = find_targets(ids, a_.top_k, split_, targets);
+    const int32_t* found = std::find(targets, targets + count, rank_);
+    return found == targets + count ? -1 : static_cast<int32_t>(found - targets);
+  }
+
+  static void copy_row(char* out, int64_t row, const Rows& from, int32_t t) {
+    if (from.bytes > 0) std::memcpy(out + row * from.bytes, from.data + t * from.stride, static_cast<size_t>(from.bytes));
+  }
+
+  const DispatchArgs& a_;
+  const ExpertSplit& split_;
+  int32_t rank_, ep_size_;
+};
+
+// Rows 1 + W .. of routing: the targets of every local token. `needed[t]` = some active peer gets token t.
+void route_local_tokens(const DispatchArgs& a, const std::vector<int32_t>& ids, const ExpertSplit& split,
+                        const Communicator& comm, const RankMask& mask, std::vector<char>& needed) {
+  const int32_t max_targets = std::min(a.top_k, comm.ep_size());
+  int32_t* out = a.routing + static_cast<int64_t>(1 + comm.ep_size()) * a.tokens_per_rank;
+  for (int32_t t = 0; t < a.tokens_per_rank; ++t) {
+    int32_t targets[kMaxTopK];
+    const int32_t count =
+        t < a.num_tokens ? find_targets(ids.data() + static_cast<int64_t>(t) * a.top_k, a.top_k, split, targets) : 0;
+    for (int32_t j = 0; j < max_targets; ++j) {
+      out[static_cast<int64_t>(j) * a.tokens_per_rank + t] = j < count ? targets[j] : -1;
+      if (j < count && targets[j] != comm.rank() && HostFence::is_active(mask, targets[j])) {
+        needed[static_cast<size_t>(t)] = 1;
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void dispatch(Communicator& comm, const DispatchArgs& a) {
+  check_fits(comm, a);
+  const ExpertSplit split(a.num_experts, comm.ep_size());
+  const std::vector<int32_t> ids = sanitize_ids(a, split);
+  const RankMask mask = comm.active_ranks(a.mask);
+  std::vector<char> needed(static_cast<size_t>(a.num_tokens), 0);
+  route_local_tokens(a, ids, split, comm, mask, needed);
+
+  HostFence fence(comm, OpKind::kDispatch, mask, a.timeout_sec);
+  if (a.tokens_per_rank > 0) {
+    std::fill_n(a.routing, a.tokens_per_rank, 0);
+    a.routing[0] = static_cast<int32_t>(fence.round() & 0x7FFFFFFF);
+  }
+  fence.delay(DelayPoint::kBeforePut);
+  for (const int32_t peer : fence) fence.await_reuse(peer);
+
+  const WindowShape& shape = comm.shape();
+  const Window::Offsets& offsets = comm.offsets();
+  const Window own = comm.window(comm.rank());
+  const int64_t scale_offset = round_up(a.hidden.bytes, 16);
+  for (int32_t t = 0; t < a.num_tokens; ++t) {
+    if (!needed[static_cast<size_t>(t)]) continue;
+    char* row = own.stage(offsets, shape, t);
+    std::memcpy(row, a.hidden.data + t * a.hidden.stride, static_cast<size_t>(a.hidden.bytes));
+    if (a.scale.bytes > 0) {
+      std::memcpy(row + scale_offset, a.scale.data + t * a.scale.stride, static_cast<size_t>(a.scale.bytes));
+    }
+  }
+
+  StepHeader header{};
+  header.tokens = a.num_tokens;
+  header.tokens_per_rank = a.tokens_per_rank;
+  header.top_k = a.top_k;
+  header.num_experts = a.num_experts;
+  header.num_eplb = a.num_eplb;
+  header.weight_bytes = static_cast<int32_t>(a.weights.bytes);
+  header.hidden_bytes = a.hidden.bytes;
+  header.scale_bytes = a.scale.bytes;
+  for (const int32_t peer : fence) {
+    const Window window = comm.window(peer);
+    std::copy(ids.begin(), ids.end(), window.ids(offsets, shape, comm.rank()));
+    char* weights = window.weights(offsets, shape, comm.rank());
+    for (int32_t t = 0; t < a.num_tokens && a.weights.bytes > 0; ++t) {
+      std::memcpy(weights + t * a.weights.bytes, a.weights.data + t * a.weights.stride,
+                  static_cast<size_t>(a.weights.bytes));
+    }
+    std::copy_n(a.eplb, a.num_eplb, window.eplb(offsets, shape, comm.rank()));
+    fence.delay(DelayPoint::kBeforeFlag);
+    fence.signal(peer, header);
+  }
+
+  const Receiver receiver(a, split, comm.rank(), comm.ep_size());
+  const Source none{{}, {}, {}, ids.data(), nullptr, 0};
+  for (int32_t src = 0; src < comm.ep_size(); ++src) {
+    if (!HostFence::is_active(mask, src) || !HostFence::is_active(mask, comm.rank())) receiver.receive(src, none);
+  }
+  if (HostFence::is_active(mask, comm.rank())) {
+    receiver.receive(comm.rank(), {a.hidden, a.scale, a.weights, ids.data(), a.eplb, a.num_tokens});
+  }
+  fence.wait_all(header, [&](int32_t peer, const StepHeader& theirs) {
+    fence.delay(DelayPoint::kAfterFlags);
+    const char* stage = comm.window(peer).stage(offsets, shape, 0);
+    const int64_t stride = shape.dispatch_row_bytes;
+    receiver.receive(peer, {{stage, stride, a.hidden.bytes},
+                            {stage + scale_offset, stride, a.scale.bytes},
+                            {own.weights(offsets, shape, peer), a.weights.bytes, a.weights.bytes},
+                            own.ids(offsets, shape, peer),
+                            own.eplb(offsets, shape, peer),
+                            theirs.tokens});
+  });
+}
+
+}  // namespace moe_ep::cpu

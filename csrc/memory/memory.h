@@ -1,0 +1,30 @@
+// Memory that one rank owns and its peers map. One small implementation per kind of handle, beside this file.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace moe_ep {
+
+class WindowMemory {
+ public:
+  virtual ~WindowMemory() = default;
+  // "shm", "cuda_ipc", ...: what describe() and the logs call it.
+  virtual const char* kind() const = 0;
+  // An opaque string by which a peer's connect() maps this rank's bytes.
+  virtual std::string handle() const = 0;
+  // Maps the windows of all ranks; handles[rank] is this rank's own. Throws Error that names the rank and the cause.
+  virtual void connect(int rank, const std::vector<std::string>& handles) = 0;
+  // Called once every rank has connected: drops what was only needed for the exchange.
+  virtual void seal() = 0;
+  // Base addresses, in this process, of the windows of all ranks. Valid after connect().
+  virtual const std::vector<char*>& bases() const = 0;
+};
+
+// POSIX shared memory between processes of one host. Zero-filled, fully backed (a full /dev/shm fails here and not
+// as SIGBUS later).
+std::unique_ptr<WindowMemory> make_shm_memory(size_t bytes);
+
+}  // namespace moe_ep

@@ -1,0 +1,112 @@
+// Every byte of a rank's symmetric window, walked once. Host, device and the size formula call the same walk.
+//
+// A window belongs to one rank and is mapped by all its peers. Who writes what:
+//   flags, headers, done, ids, weights, eplb, landing   put by peers (row s is written by rank s alone)
+//   stage                                               written by the owner, read (get) by peers
+// So no two ranks ever write the same byte, and a rank only ever reads its own window and its peers' stages.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "csrc/routing.h"
+
+namespace moe_ep {
+
+// What two ranks must agree on to share windows.
+struct WindowShape {
+  int32_t ep_size = 0;            // W
+  int32_t max_tokens = 0;         // C
+  int32_t max_top_k = 0;          // K the window has room for
+  int32_t eplb_experts = 0;       // n the window has room for
+  int32_t weight_itemsize = 4;    // bytes of one routing weight
+  int64_t dispatch_row_bytes = 0; // B: hidden + scale, each rounded up to 16
+  int64_t combine_row_bytes = 0;  // H * itemsize, rounded up to 16
+
+  MOE_EP_HD int32_t max_targets() const { return max_top_k < ep_size ? max_top_k : ep_size; }  // M
+};
+
+// What a rank says about its step, put beside its flag. Sixteen 32-bit words, so that it is four 16-byte stores.
+struct StepHeader {
+  int32_t tokens;           // T
+  int32_t tokens_per_rank;  // R
+  int32_t top_k;            // K (dispatch), M (combine)
+  int32_t num_experts;      // E
+  int32_t num_eplb;         // n
+  int32_t weight_bytes;     // bytes of one row of weights
+  int64_t hidden_bytes;     // bytes of one row of hidden_states / expert_output
+  int64_t scale_bytes;
+  int64_t dispatch_round;   // combine: the round of the dispatch that made its routing
+  int64_t reserved[2];
+};
+static_assert(sizeof(StepHeader) == 64);
+
+// A flag word: the round and what op it belongs to. Rounds start at 1; a fresh window reads 0.
+MOE_EP_HD uint64_t make_flag(uint64_t round, int32_t kind) { return round << 2 | static_cast<uint64_t>(kind); }
+MOE_EP_HD uint64_t flag_round(uint64_t flag) { return flag >> 2; }
+MOE_EP_HD int32_t flag_kind(uint64_t flag) { return static_cast<int32_t>(flag & 3); }
+
+constexpr MOE_EP_HD int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+struct Window {
+  char* base;
+
+  struct Offsets {
+    int64_t flags;    // uint64 [2 parities, W]
+    int64_t done;     // uint64 [W]
+    int64_t headers;  // StepHeader [2 parities, W]
+    int64_t eplb;     // int32 [W, n]
+    int64_t ids;      // int32 [W, C, K]
+    int64_t weights;  // [W, C, K] of weight_itemsize
+    int64_t stage;    // [C] rows of dispatch_row_bytes
+    int64_t landing;  // [C, M] rows of combine_row_bytes
+    int64_t bytes;    // the size is where the walk ends
+  };
+
+  // Alignment: every region on 128 bytes, rows on 16.
+  static MOE_EP_HD Offsets walk(const WindowShape& s) {
+    Offsets o{};
+    int64_t at = 0;
+    const int64_t w = s.ep_size, c = s.max_tokens;
+    o.flags = at;    at = round_up(at + 2 * w * 8, 128);
+    o.done = at;     at = round_up(at + w * 8, 128);
+    o.headers = at;  at = round_up(at + 2 * w * static_cast<int64_t>(sizeof(StepHeader)), 128);
+    o.eplb = at;     at = round_up(at + w * s.eplb_experts * 4, 128);
+    o.ids = at;      at = round_up(at + w * c * s.max_top_k * 4, 128);
+    o.weights = at;  at = round_up(at + w * c * s.max_top_k * s.weight_itemsize, 128);
+    o.stage = at;    at = round_up(at + c * s.dispatch_row_bytes, 128);
+    o.landing = at;  at = round_up(at + c * s.max_targets() * s.combine_row_bytes, 128);
+    o.bytes = at;
+    return o;
+  }
+
+  MOE_EP_HD uint64_t* flag(const Offsets& o, const WindowShape& s, uint64_t round, int32_t from) const {
+    return reinterpret_cast<uint64_t*>(base + o.flags) + (round & 1) * s.ep_size + from;
+  }
+  MOE_EP_HD uint64_t* done(const Offsets& o, int32_t from) const {
+    return reinterpret_cast<uint64_t*>(base + o.done) + from;
+  }
+  MOE_EP_HD StepHeader* header(const Offsets& o, const WindowShape& s, uint64_t round, int32_t from) const {
+    return reinterpret_cast<StepHeader*>(base + o.headers) + (round & 1) * s.ep_size + from;
+  }
+  MOE_EP_HD int32_t* eplb(const Offsets& o, const WindowShape& s, int32_t from) const {
+    return reinterpret_cast<int32_t*>(base + o.eplb) + static_cast<int64_t>(from) * s.eplb_experts;
+  }
+  // Rows of ids and weights are packed with the K of the step, so that a step reads one dense block per peer.
+  MOE_EP_HD int32_t* ids(const Offsets& o, const WindowShape& s, int32_t from) const {
+    return reinterpret_cast<int32_t*>(base + o.ids) + static_cast<int64_t>(from) * s.max_tokens * s.max_top_k;
+  }
+  MOE_EP_HD char* weights(const Offsets& o, const WindowShape& s, int32_t from) const {
+    return base + o.weights + static_cast<int64_t>(from) * s.max_tokens * s.max_top_k * s.weight_itemsize;
+  }
+  MOE_EP_HD char* stage(const Offsets& o, const WindowShape& s, int32_t token) const {
+    return base + o.stage + token * s.dispatch_row_bytes;
+  }
+  MOE_EP_HD char* landing(const Offsets& o, const WindowShape& s, int32_t token, int32_t slot) const {
+    return base + o.landing + (static_cast<int64_t>(token) * s.max_targets() + slot) * s.combine_row_bytes;
+  }
+};
+
+}  // namespace moe_ep

@@ -1,0 +1,61 @@
+// The signatures of schema.cpp, and what every column does with them: pack one struct, translate errors.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string>
+
+#include "csrc/communicator.h"
+#include "csrc/ep.h"
+#include "meta/shapes.h"
+
+#define MOE_EP_DISPATCH_ARGS                                                                                         \
+  const at::Tensor &hidden_states, const at::Tensor &topk_ids, const std::optional<at::Tensor>&topk_weights,         \
+      const std::optional<at::Tensor>&hidden_states_scale, at::Tensor &order, c10::SymInt tokens_per_rank,           \
+      int64_t num_experts, int64_t ep_size, int64_t invalid_expert_id,                                               \
+      const std::optional<at::Tensor>&eplb_local_stats, const std::optional<at::Tensor>&active_rank_mask,            \
+      int64_t timeout_sec, std::string comm
+#define MOE_EP_DISPATCH_INPUTS                                                                                       \
+  moe_ep::meta::DispatchInputs {                                                                                     \
+    hidden_states, topk_ids, topk_weights, hidden_states_scale, order, tokens_per_rank, num_experts, ep_size,        \
+        invalid_expert_id, eplb_local_stats, active_rank_mask, timeout_sec, comm                                     \
+  }
+#define MOE_EP_COMBINE_ARGS                                                                                          \
+  const at::Tensor &expert_output, const at::Tensor &routing, at::Tensor &order, c10::SymInt num_tokens,             \
+      int64_t ep_size, const std::optional<at::Tensor>&active_rank_mask, int64_t timeout_sec, std::string comm
+#define MOE_EP_COMBINE_INPUTS                                                                                        \
+  moe_ep::meta::CombineInputs {                                                                                      \
+    expert_output, routing, order, num_tokens, ep_size, active_rank_mask, timeout_sec, comm                          \
+  }
+
+namespace moe_ep::ops {
+
+// Tensors whose storage a packed struct points into. Keep it until the launch.
+struct Holder {
+  std::vector<at::Tensor> tensors;
+  // The tensor as rows of contiguous bytes; copied only where the bytes of a row are not contiguous.
+  Rows rows(const at::Tensor& tensor);
+  // The same for a tensor written to, which must already have such rows.
+  const at::Tensor& keep(at::Tensor tensor);
+};
+
+RankMask pack_mask(const std::optional<at::Tensor>& active_rank_mask, int64_t ep_size);
+DispatchArgs pack(const meta::DispatchInputs& in, const meta::DispatchOutputs& out, Holder& holder);
+CombineArgs pack(const meta::CombineInputs& in, const at::Tensor& out, Holder& holder);
+// Whether combine can write rows of `out` in place.
+bool has_contiguous_rows(const at::Tensor& tensor);
+
+// Runs the launch; csrc's exceptions become ValueError (nothing was sent) or RuntimeError.
+template <class Launch>
+void guarded(const Launch& launch) {
+  try {
+    launch();
+  } catch (const ArgumentError& error) {
+    TORCH_CHECK_VALUE(false, error.what());
+  } catch (const Error& error) {
+    TORCH_CHECK(false, error.what());
+  }
+}
+
+}  // namespace moe_ep::ops

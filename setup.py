@@ -1,0 +1,121 @@
+"""Builds the two binaries of torch_moe_ep with ninja; everything else is in pyproject.toml.
+
+* ``libtorch_moe_ep.so``, the op library: csrc, meta and ops. It is free of Python, so that ``torch.ops.load_library``
+  and C++ programs (AOTInductor packages) can load it alone.
+* ``_C``, the pybind11 control plane, linked against the former.
+
+Own ninja rules instead of ``torch.utils.cpp_extension.BuildExtension``: that one wants a CUDA build of torch for
+``.cu`` files, keeps no objects across editable installs, and names every library as a Python module.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import ninja
+import pybind11
+import torch
+from ninja.ninja_syntax import Writer
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from torch.utils import cpp_extension
+
+ROOT = Path(__file__).resolve().parent
+OP_LIBRARY = "libtorch_moe_ep.so"
+CONTROL = "_C" + sysconfig.get_config_var("EXT_SUFFIX")
+CUDA_ARCHITECTURES = ("90a", "100a")
+
+
+def find_nvcc() -> str | None:
+    """The CUDA compiler, or None: then the library is built without its CUDA column."""
+    if os.environ.get("TORCH_MOE_EP_CUDA", "1") == "0":
+        return None
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    nvcc = Path(home) / "bin" / "nvcc"
+    return str(nvcc) if nvcc.exists() else shutil.which("nvcc")
+
+
+def sources(*rooms: str, suffix: str = ".cpp") -> list[Path]:
+    return sorted(p for room in rooms for p in (ROOT / room).rglob(f"*{suffix}"))
+
+
+def write_ninja_file(build_dir: Path) -> None:
+    nvcc = find_nvcc()
+    cuda_sources = sources("csrc", suffix=".cu") if nvcc else []
+    with open(build_dir / "build.ninja", "w") as file:
+        n = Writer(file, width=160)
+        flags = "-O3 -g0 -std=c++20 -fPIC -Wall -Wextra -Wno-unused-parameter"
+        abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+        torch_includes = " ".join(f"-isystem {p}" for p in cpp_extension.include_paths())
+        torch_libraries = cpp_extension.library_paths()[0]
+        n.rule("cxx", f"$cxx -MMD -MF $out.d {flags} -I{ROOT} $extra -c $in -o $out", depfile="$out.d", deps="gcc",
+               description="C++ $in")
+        n.variable("cxx", os.environ.get("CXX", "g++"))
+        n.rule("link", "$cxx -shared $in -o $out $extra", description="link $out")
+        if nvcc:
+            targets = " ".join(f"-gencode=arch=compute_{a},code=sm_{a}" for a in CUDA_ARCHITECTURES)
+            n.rule("nvcc", f"{nvcc} -MD -MF $out.d -O3 -std=c++20 -lineinfo -Xcompiler -fPIC "
+                           f"--expt-relaxed-constexpr {targets} -I{ROOT} -c $in -o $out",
+                   depfile="$out.d", deps="gcc", description="CUDA $in")
+
+        def compile_all(paths: list[Path], extra: str, rule: str = "cxx") -> list[str]:
+            outputs = []
+            for path in paths:
+                output = str(path.relative_to(ROOT)).replace("/", ".") + ".o"
+                n.build(output, rule, str(path), variables={"extra": extra})
+                outputs.append(output)
+            return outputs
+
+        cuda_flag = "-DMOE_EP_CUDA=1" if nvcc else ""
+        cuda_include = f"-isystem {Path(nvcc).resolve().parent.parent / 'include'}" if nvcc else ""
+        control = ROOT / "ops" / "control.cpp"
+        op_sources = [p for p in sources("ops", "meta") if p != control]
+        if not nvcc:
+            op_sources = [p for p in op_sources if p.name != "cuda.cpp"]
+        core_sources = [p for p in sources("csrc") if nvcc or "cuda" not in p.parts and "cuda" not in p.stem]
+        objects = compile_all(core_sources, f"{abi} {cuda_flag} {cuda_include} -Wconversion")
+        objects += compile_all(op_sources, f"{abi} {cuda_flag} {torch_includes}")
+        objects += compile_all(cuda_sources, "", "nvcc")
+        link = f"-Wl,-soname,{OP_LIBRARY} -L{torch_libraries} -ltorch -ltorch_cpu -lc10 -lrt -lpthread -ldl"
+        if nvcc:
+            link += f" -L{Path(nvcc).resolve().parent.parent / 'lib64'} -lcudart_static"
+        n.build(OP_LIBRARY, "link", objects, variables={"extra": link})
+        python = f"-isystem {pybind11.get_include()} -isystem {sysconfig.get_path('include')}"
+        objects = compile_all([control], f"{abi} {cuda_flag} {python}")
+        n.build(CONTROL, "link", objects, implicit=[OP_LIBRARY],
+                variables={"extra": f"-L. -l:{OP_LIBRARY} '-Wl,-rpath,$$ORIGIN'"})
+        n.default([OP_LIBRARY, CONTROL])
+
+
+class NinjaBuild(build_ext):
+    """Runs ninja in build/<torch>-<python>/ (objects survive) and copies the two binaries where setuptools wants them."""
+
+    def run(self) -> None:
+        build_dir = ROOT / "build" / f"torch{torch.__version__}-{sys.implementation.cache_tag}"
+        build_dir.mkdir(parents=True, exist_ok=True)
+        write_ninja_file(build_dir)
+        jobs = os.environ.get("MAX_JOBS")
+        command = [os.path.join(ninja.BIN_DIR, "ninja"), *(["-j", jobs] if jobs else [])]
+        subprocess.run(command, cwd=build_dir, check=True)
+        for path in self.get_outputs():
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            shutil.copyfile(build_dir / os.path.basename(path), path + ".new")
+            os.replace(path + ".new", path)  # a running process keeps the file it has mapped
+
+    def _package_dir(self) -> str:
+        return str(ROOT / "torch_moe_ep") if self.inplace else os.path.join(self.build_lib, "torch_moe_ep")
+
+    def get_outputs(self) -> list[str]:
+        return [os.path.join(self._package_dir(), name) for name in (OP_LIBRARY, CONTROL)]
+
+    def get_output_mapping(self) -> dict[str, str]:
+        return {}
+
+
+setup(
+    ext_modules=[Extension("torch_moe_ep._C", [])],  # makes the wheel platform-specific
+    cmdclass={"build_ext": NinjaBuild},
+)

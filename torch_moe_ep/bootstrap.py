@@ -1,0 +1,254 @@
+"""How ranks find each other: the bootstrap description, the exchange of window handles, and the sharing of windows."""
+
+from __future__ import annotations
+
+import atexit
+import pickle
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torch_moe_ep import _C
+from torch_moe_ep.config import CommBackend
+
+
+@dataclass
+class BootstrapConfig:
+    """The expert-parallel group; fields of ``flashinfer.moe_ep.BootstrapConfig``.
+
+    Args:
+        world_size: W, ranks of the group.
+        rank: this rank.
+        stream, auto_bootstrap, nccl_comm: accepted for compatibility; the one-sided backends need none of them.
+        process_group: torch.distributed group over which handles are exchanged; None is the default group.
+        tcp_store: exchange handles through this store instead, where torch.distributed is not initialised.
+        device: CUDA device index; None is the current device.
+    """
+
+    world_size: int
+    rank: int
+    stream: int = 0
+    auto_bootstrap: bool = True
+    nccl_comm: int | None = None
+    process_group: dist.ProcessGroup | None = None
+    tcp_store: dist.Store | None = None
+    device: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name, least in (("world_size", 1), ("rank", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"BootstrapConfig.{name}: expected an int of at least {least}, got {value!r}")
+        if self.rank >= self.world_size:
+            raise ValueError(
+                f"BootstrapConfig.rank: expected less than world_size = {self.world_size}, got {self.rank}"
+            )
+
+
+class TorchDistributedCommBackend:
+    """Exchange over a torch.distributed process group (gloo, NCCL, ...)."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        self.process_group = process_group
+
+    def allgather(self, obj: Any) -> list[Any]:
+        out: list[Any] = [None] * dist.get_world_size(self.process_group)
+        dist.all_gather_object(out, obj, group=self.process_group)
+        return out
+
+    def barrier(self) -> None:
+        dist.barrier(group=self.process_group)
+
+
+class StoreCommBackend:
+    """Exchange through a torch.distributed store (TCPStore, FileStore), without a process group."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        self.store, self.rank, self.world_size, self.step = store, rank, world_size, 0
+
+    def allgather(self, obj: Any) -> list[Any]:
+        self.step += 1
+        keys = [f"moe_ep/{self.step}/{r}" for r in range(self.world_size)]
+        self.store.set(keys[self.rank], pickle.dumps(obj))
+        return [pickle.loads(self.store.get(key)) for key in keys]
+
+    def barrier(self) -> None:
+        self.allgather(None)
+
+
+class _SingleRankCommBackend:
+    def allgather(self, obj: Any) -> list[Any]:
+        return [obj]
+
+    def barrier(self) -> None:
+        pass
+
+
+def choose_comm_backend(bootstrap: BootstrapConfig, given: CommBackend | None) -> tuple[CommBackend, Any]:
+    """The exchange to use, and what identifies the group it spans (kept alive by whoever keys on it)."""
+    if given is not None:
+        return given, given
+    if bootstrap.tcp_store is not None:
+        return StoreCommBackend(bootstrap.tcp_store, bootstrap.rank, bootstrap.world_size), bootstrap.tcp_store
+    if bootstrap.world_size == 1 and bootstrap.process_group is None:
+        return _SingleRankCommBackend(), "single rank"
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "bootstrap: torch.distributed is not initialised; call torch.distributed.init_process_group first, or pass "
+            "BootstrapConfig(tcp_store=...) or a config with comm_backend=..."
+        )
+    group = bootstrap.process_group
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    if (size, rank) != (bootstrap.world_size, bootstrap.rank):
+        raise ValueError(
+            f"BootstrapConfig: world_size={bootstrap.world_size}, rank={bootstrap.rank} is not what the process group "
+            f"says (world size {size}, rank {rank}); pass the group of the expert-parallel ranks as process_group"
+        )
+    return TorchDistributedCommBackend(group), dist.group.WORLD if group is None else group
+
+
+@dataclass(frozen=True)
+class WindowSpec:
+    """What ranks must agree on to share windows (see csrc/window.h)."""
+
+    backend: str
+    device: str
+    ep_size: int
+    enable_rank_mask: bool
+    max_tokens: int
+    max_top_k: int
+    eplb_experts: int
+    weight_itemsize: int
+    dispatch_row_bytes: int
+    combine_row_bytes: int
+
+
+@dataclass
+class SharedWindow:
+    """A live communicator and the number of objects that use it."""
+
+    name: str
+    order: torch.Tensor
+    key: Any
+    users: int = 1
+
+
+_lock = threading.RLock()
+_shared: dict[Any, SharedWindow] = {}
+_next_number = 0
+
+
+def _agree(exchange: CommBackend, step: str, run: Callable[[], Any], undo: Callable[[], None]) -> list[Any]:
+    """Runs ``run`` and gathers its results; when it failed on any rank, undoes it and raises alike on all of them."""
+    result, error = None, None
+    try:
+        result = run()
+    except Exception as caught:  # whatever it is, the other ranks must hear of it
+        error = f"{type(caught).__name__}: {caught}"
+    gathered = exchange.allgather((result, error))
+    failures = [f"rank {r}: {e}" for r, (_, e) in enumerate(gathered) if e is not None]
+    if failures:
+        undo()
+        raise RuntimeError(f"{step} failed on {len(failures)} of {len(gathered)} ranks: " + "; ".join(failures))
+    return [value for value, _ in gathered]
+
+
+def open_window(
+    spec: WindowSpec,
+    bootstrap: BootstrapConfig,
+    comm_backend: CommBackend | None,
+    *,
+    namespace: str = "",
+    name_suffix: str = "",
+) -> SharedWindow:
+    """Opens this rank's window and connects it to its peers'. Collective.
+
+    Equal layouts of one group share a window (every round is a self-contained collective); ``namespace`` asks for one
+    of its own, as calls that run at once on two streams or threads need.
+
+    Raises:
+        ValueError: the ranks disagree about a size; the text names it, the ranks and the values.
+        RuntimeError: a rank could not allocate or map; everything is freed on all ranks and the text names the cause.
+    """
+    exchange, group = choose_comm_backend(bootstrap, comm_backend)
+    key = (id(group), bootstrap.rank, spec, namespace, name_suffix)
+    with _lock:
+        if key in _shared:
+            _shared[key].users += 1
+            return _shared[key]
+
+    specs = exchange.allgather((asdict(spec), namespace, _next_number))
+    if len(specs) != spec.ep_size:
+        raise ValueError(f"comm_backend: allgather returned {len(specs)} entries for world_size {spec.ep_size}")
+    for rank, (other, other_namespace, _) in enumerate(specs):
+        for what, mine, theirs in [(k, v, other[k]) for k, v in asdict(spec).items() if k != "device"] + [
+            ("namespace", namespace, other_namespace)
+        ]:
+            if mine != theirs:
+                raise ValueError(
+                    f"{what}: rank {bootstrap.rank} has {mine!r}, rank {rank} has {theirs!r}; "
+                    "it must be the same on every rank"
+                )
+    number = _take_number(max(n for _, _, n in specs))
+    # Equal on all ranks, so that a graph compiled by one can be loaded from the cache by another.
+    name = f"{spec.backend}.{spec.ep_size}.{number}{name_suffix}"
+    device = torch.device(spec.device)
+
+    def allocate() -> bytes:
+        return _C.open(
+            name=name,
+            rank=bootstrap.rank,
+            ep_size=spec.ep_size,
+            device=device.type,
+            device_index=device.index or 0,
+            enable_rank_mask=spec.enable_rank_mask,
+            max_tokens=spec.max_tokens,
+            max_top_k=spec.max_top_k,
+            eplb_experts=spec.eplb_experts,
+            weight_itemsize=spec.weight_itemsize,
+            dispatch_row_bytes=spec.dispatch_row_bytes,
+            combine_row_bytes=spec.combine_row_bytes,
+        )
+
+    def close() -> None:
+        _C.close(name)
+
+    try:
+        handles = _agree(exchange, "allocating the windows", allocate, close)
+        _agree(exchange, "connecting the windows", lambda: _C.connect(name, handles), close)
+        _C.seal(name)
+    except BaseException:
+        close()
+        raise
+    window = SharedWindow(name, torch.zeros(1, device=device), (key, group))
+    with _lock:
+        _shared[key] = window
+    return window
+
+
+def _take_number(at_least: int) -> int:
+    """The same number on every rank, never used twice in a process."""
+    global _next_number
+    with _lock:
+        _next_number = max(_next_number, at_least + 1)
+    return at_least
+
+
+def close_window(window: SharedWindow) -> None:
+    """Gives up one use; the last one unmaps and frees. Does not wait for peers: what they have mapped stays valid."""
+    with _lock:
+        window.users -= 1
+        if window.users > 0:
+            return
+        _shared.pop(window.key[0], None)
+    _C.close(window.name)
+
+
+@atexit.register
+def _close_all() -> None:
+    for name in _C.names():
+        _C.close(name)

@@ -1,0 +1,225 @@
+"""The ops as plain functions: they pass the communicator's name, sizes and order tensor for you, and differentiate."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from torch_moe_ep.params import MoEEpCommParams
+
+
+class Group(Protocol):
+    """What the functions need of a communicator; every :class:`~torch_moe_ep.MoEEpCommunication` has it."""
+
+    comm: str
+    order: torch.Tensor
+    ep_size: int
+    params: MoEEpCommParams
+    timeout_sec: int
+
+
+class Dispatched(NamedTuple):
+    """What :func:`dispatch` returns; fields that were not sent are None. Rows as in the row contract of the README."""
+
+    hidden_states: torch.Tensor  # [W*R, *]
+    topk_ids: torch.Tensor  # [W*R, K] int32
+    topk_weights: torch.Tensor | None  # [W*R, K]
+    hidden_states_scale: torch.Tensor | None  # [W*R, *]
+    eplb_gathered_stats: torch.Tensor | None  # [W, n] int32
+    routing: torch.Tensor  # opaque; pass it to combine
+
+
+def dispatch(
+    group: Group,
+    hidden_states: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor | None = None,
+    *,
+    hidden_states_scale: torch.Tensor | None = None,
+    tokens_per_rank: int | None = None,
+    eplb_local_stats: torch.Tensor | None = None,
+    active_rank_mask: torch.Tensor | None = None,
+) -> Dispatched:
+    """Sends each token to every rank that owns one of its experts. Collective; any sequence of ops is legal.
+
+    Args:
+        group: the communicator.
+        hidden_states: ``[T, *]`` rows, of any dtype and strides.
+        topk_ids: ``[T, K]`` int32 or int64 global expert ids, K in 1..32; ids outside ``[0, E)`` select nothing.
+        topk_weights: ``[T, K]`` floating point, or None. The same choice on every rank.
+        hidden_states_scale: ``[T, *]`` of any dtype, or None. The same choice on every rank.
+        tokens_per_rank: R, at least every rank's T, equal on all ranks; None is ``params.max_tokens_per_rank``.
+        eplb_local_stats: ``[n]`` int32 to all-gather, or None. The same choice on every rank.
+        active_rank_mask: CPU uint64 ``[ceil(W/64)]``, bit r of word r/64 = rank r takes part; None = all of them.
+
+    Returns:
+        Token t of rank s in row ``s*R + t``. Gradients flow to hidden_states and topk_weights.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; names it; nothing was sent.
+        RuntimeError: the ranks disagree about the step, or a wait outlived timeout_sec.
+    """
+    r = group.params.max_tokens_per_rank if tokens_per_rank is None else tokens_per_rank
+    options = _Options(group.comm, group.ep_size, group.timeout_sec, r, group.params.num_experts,
+                       group.params.invalid_expert_id)
+    if torch.is_grad_enabled() and (
+        hidden_states.requires_grad or topk_weights is not None and topk_weights.requires_grad
+    ):
+        out = _Dispatch.apply(hidden_states, topk_ids, topk_weights, hidden_states_scale, group.order,
+                              eplb_local_stats, active_rank_mask, options)
+    else:
+        out = _dispatch(hidden_states, topk_ids, topk_weights, hidden_states_scale, group.order, eplb_local_stats,
+                        active_rank_mask, options)
+    hidden, ids, weights, scale, stats, routing = out
+    return Dispatched(
+        hidden,
+        ids,
+        None if topk_weights is None else weights,
+        None if hidden_states_scale is None else scale,
+        None if eplb_local_stats is None else stats,
+        routing,
+    )
+
+
+def combine(
+    group: Group,
+    expert_output: torch.Tensor,
+    routing: torch.Tensor,
+    *,
+    num_tokens: int,
+    active_rank_mask: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Sums each token's partial outputs on its source rank. Collective.
+
+    The sum is taken in float32 (float64 for float64 rows), in the order in which the target ranks first appear in the
+    token's top-k, and rounded once. A token that went nowhere gives zeros.
+
+    Args:
+        group: the communicator of the dispatch.
+        expert_output: ``[W*R, H]`` or ``[W, R, H]`` bfloat16, float16, float32 or float64; row i answers received row
+            i, weighted and reduced over the local experts. Rows that hold no token are not read.
+        routing: that of the dispatch.
+        num_tokens: T of the dispatch on this rank.
+        active_rank_mask: as passed to the dispatch.
+        out: ``[T, H]`` to write into; not differentiable.
+
+    Returns:
+        ``[T, H]`` of expert_output's dtype (``out`` if given).
+    """
+    expert_output = expert_output.flatten(0, 1) if expert_output.dim() == 3 else expert_output
+    options = _Options(group.comm, group.ep_size, group.timeout_sec)
+    if out is not None:
+        torch.ops.moe_ep.combine_out(
+            expert_output, routing, group.order, num_tokens=num_tokens, ep_size=group.ep_size,
+            active_rank_mask=active_rank_mask, timeout_sec=group.timeout_sec, comm=group.comm, out=out,
+        )
+        return out
+    if torch.is_grad_enabled() and expert_output.requires_grad:
+        return _Combine.apply(expert_output, routing, group.order, num_tokens, active_rank_mask, options)
+    return _combine(expert_output, routing, group.order, num_tokens, active_rank_mask, options)
+
+
+class _Options(NamedTuple):
+    comm: str
+    ep_size: int
+    timeout_sec: int
+    tokens_per_rank: int = 0
+    num_experts: int = 0
+    invalid_expert_id: int = -1
+
+
+def _dispatch(
+    hidden_states: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    hidden_states_scale: torch.Tensor | None,
+    order: torch.Tensor,
+    eplb_local_stats: torch.Tensor | None,
+    active_rank_mask: torch.Tensor | None,
+    options: _Options,
+) -> tuple[torch.Tensor, ...]:
+    return torch.ops.moe_ep.dispatch(
+        hidden_states,
+        topk_ids,
+        topk_weights,
+        hidden_states_scale,
+        order,
+        tokens_per_rank=options.tokens_per_rank,
+        num_experts=options.num_experts,
+        ep_size=options.ep_size,
+        invalid_expert_id=options.invalid_expert_id,
+        eplb_local_stats=eplb_local_stats,
+        active_rank_mask=active_rank_mask,
+        timeout_sec=options.timeout_sec,
+        comm=options.comm,
+    )
+
+
+def _combine(
+    expert_output: torch.Tensor,
+    routing: torch.Tensor,
+    order: torch.Tensor,
+    num_tokens: int,
+    active_rank_mask: torch.Tensor | None,
+    options: _Options,
+) -> torch.Tensor:
+    return torch.ops.moe_ep.combine(
+        expert_output,
+        routing,
+        order,
+        num_tokens=num_tokens,
+        ep_size=options.ep_size,
+        active_rank_mask=active_rank_mask,
+        timeout_sec=options.timeout_sec,
+        comm=options.comm,
+    )
+
+
+class _Dispatch(torch.autograd.Function):
+    """Its backward is a combine: the gradient of a token is the sum of the gradients of its copies."""
+
+    @staticmethod
+    def forward(ctx, hidden_states, topk_ids, topk_weights, hidden_states_scale, order, eplb_local_stats,  # type: ignore[no-untyped-def]
+                active_rank_mask, options):
+        out = _dispatch(hidden_states, topk_ids, topk_weights, hidden_states_scale, order, eplb_local_stats,
+                        active_rank_mask, options)
+        hidden, ids, weights, scale, stats, routing = out
+        ctx.mark_non_differentiable(ids, scale, stats, routing)
+        ctx.save_for_backward(routing, order)
+        ctx.num_tokens, ctx.active_rank_mask, ctx.options = hidden_states.shape[0], active_rank_mask, options
+        ctx.has_weights = topk_weights is not None
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_hidden, _ids, grad_weights, _scale, _stats, _routing):  # type: ignore[no-untyped-def]
+        routing, order = ctx.saved_tensors
+        home = lambda grad: _combine(  # noqa: E731
+            grad.flatten(1), routing, order, ctx.num_tokens, ctx.active_rank_mask, ctx.options
+        ).unflatten(1, grad.shape[1:])
+        grad_hidden = home(grad_hidden) if ctx.needs_input_grad[0] else None
+        grad_weights = home(grad_weights) if ctx.has_weights and ctx.needs_input_grad[2] else None
+        return grad_hidden, None, grad_weights, None, None, None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Its backward is a dispatch: every copy of a token gets the token's gradient, empty rows get zeros."""
+
+    @staticmethod
+    def forward(ctx, expert_output, routing, order, num_tokens, active_rank_mask, options):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(routing, order)
+        ctx.active_rank_mask, ctx.options = active_rank_mask, options
+        return _combine(expert_output, routing, order, num_tokens, active_rank_mask, options)
+
+    @staticmethod
+    def backward(ctx, grad_output):  # type: ignore[no-untyped-def]
+        routing, order = ctx.saved_tensors
+        w = ctx.options.ep_size
+        # routing names the target ranks of every token: as the ids of W experts, one per rank, they place the rows of
+        # the gradient exactly where dispatch placed the tokens.
+        targets = routing[1 + w :, : grad_output.shape[0]].t()
+        options = ctx.options._replace(tokens_per_rank=routing.shape[1], num_experts=w)
+        rows = _dispatch(grad_output, targets, None, None, order, None, ctx.active_rank_mask, options)[0]
+        holds_token = routing[1 : 1 + w].reshape(-1, 1) >= 0
+        return torch.where(holds_token, rows, 0), None, None, None, None, None

@@ -1,0 +1,70 @@
+"""W ranks in one process, one thread each: for tests, and for benchmarks on a single device."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from torch_moe_ep.bootstrap import BootstrapConfig
+from torch_moe_ep.communication import MoEEpCommunication, create_communication
+from torch_moe_ep.params import MoEEpCommParams
+
+_groups = itertools.count()
+
+
+class _Rendezvous:
+    """allgather and barrier between the threads of a local group."""
+
+    def __init__(self, size: int) -> None:
+        self.slots: list[Any] = [None] * size
+        self.meet = threading.Barrier(size, timeout=60)
+
+
+class _LocalCommBackend:
+    def __init__(self, rendezvous: _Rendezvous, rank: int) -> None:
+        self.rendezvous, self.rank = rendezvous, rank
+
+    def allgather(self, obj: Any) -> list[Any]:
+        self.rendezvous.slots[self.rank] = obj
+        self.rendezvous.meet.wait()
+        gathered = list(self.rendezvous.slots)
+        self.rendezvous.meet.wait()  # nobody writes the next object before all have read this one
+        return gathered
+
+    def barrier(self) -> None:
+        self.rendezvous.meet.wait()
+
+
+def create_local_group(
+    ep_size: int, params: MoEEpCommParams, backend: Any = "shm_one_sided", **options: Any
+) -> list[MoEEpCommunication]:
+    """One communication object per rank, all in this process, each with windows of its own.
+
+    Args:
+        ep_size: W.
+        params, backend, options: as for :func:`create_communication`.
+
+    A rank's ops wait for the others': run each rank in its own thread, e.g. by :func:`run_local_group`.
+    """
+    from torch_moe_ep.config import NVLinkOneSidedConfig, ShmOneSidedConfig
+
+    rendezvous = _Rendezvous(ep_size)
+    number = next(_groups)
+    defaults = {"shm_one_sided": ShmOneSidedConfig, "nvlink_one_sided": NVLinkOneSidedConfig}
+    base = defaults[backend]() if isinstance(backend, str) else backend
+
+    def make(rank: int) -> MoEEpCommunication:
+        config = type(base)(**{**vars(base), "comm_backend": _LocalCommBackend(rendezvous, rank)})
+        bootstrap = BootstrapConfig(world_size=ep_size, rank=rank)
+        return create_communication(bootstrap, params, config, _name_suffix=f".local{number}.{rank}", **options)
+
+    return run_local_group(ep_size, make)
+
+
+def run_local_group(ep_size: int, function: Callable[[int], Any]) -> list[Any]:
+    """Runs ``function(rank)`` in one thread per rank; returns the results by rank, raises the first error."""
+    with ThreadPoolExecutor(max_workers=ep_size) as pool:
+        return [future.result() for future in [pool.submit(function, rank) for rank in range(ep_size)]]

@@ -1,0 +1,63 @@
+"""Dispatch and combine between the GPUs of one NVLink domain."""
+
+from __future__ import annotations
+
+import torch
+
+from torch_moe_ep import _C
+from torch_moe_ep.bootstrap import BootstrapConfig
+from torch_moe_ep.communication import register_communication
+from torch_moe_ep.config import NVLinkOneSidedConfig
+from torch_moe_ep.one_sided import OneSidedAlltoAll
+from torch_moe_ep.params import MoEEpCommParams
+
+
+@register_communication("nvlink_one_sided")
+class NVLinkOneSidedAlltoAll(OneSidedAlltoAll):
+    """Rank-major dispatch and combine with one-sided put and get over NVLink.
+
+    Args:
+        bootstrap, params: the group and its sizes.
+        config: a :class:`NVLinkOneSidedConfig`; None is its defaults.
+        namespace: a name other than "" asks for windows of its own instead of those of an equal layout.
+
+    Raises:
+        RuntimeError: :meth:`is_platform_supported` is False; the text says why.
+    """
+
+    supports_cuda_graph = True
+
+    def __init__(
+        self,
+        bootstrap: BootstrapConfig,
+        params: MoEEpCommParams,
+        config: NVLinkOneSidedConfig | None = None,
+        *,
+        namespace: str = "",
+        _name_suffix: str = "",
+    ) -> None:
+        config = NVLinkOneSidedConfig() if config is None else config
+        index = bootstrap.device
+        if index is None:
+            index = torch.cuda.current_device() if torch.cuda.is_available() else 0
+        super().__init__(bootstrap, params, config, torch.device("cuda", index), namespace, _name_suffix)
+
+    @classmethod
+    def is_platform_supported(cls) -> bool:
+        return cls.unsupported_reason() is None
+
+    @classmethod
+    def unsupported_reason(cls) -> str | None:
+        if not _C.has_cuda:
+            return "torch_moe_ep was built without its CUDA column; install nvcc and build again, or use shm_one_sided"
+        if not torch.cuda.is_available():
+            return "torch sees no CUDA device; use shm_one_sided for CPU tensors"
+        capability = torch.cuda.get_device_capability()
+        if capability < (9, 0):
+            return f"compute capability {capability[0]}.{capability[1]} is below 9.0"
+        return None
+
+    @property
+    def lamport_enabled(self) -> bool:
+        """Whether the Lamport transport takes steps of this instance. It has not landed yet: False."""
+        return False

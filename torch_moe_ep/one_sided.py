@@ -1,0 +1,187 @@
+"""What the one-sided backends share: windows, the alternation of dispatch and combine, masks, diagnostics."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torch_moe_ep import _C, functional
+from torch_moe_ep.bootstrap import BootstrapConfig, SharedWindow, WindowSpec, close_window, open_window
+from torch_moe_ep.communication import MoEEpCommunication, MoEEpDispatchResult
+from torch_moe_ep.config import NVLinkOneSidedConfig, ShmOneSidedConfig
+from torch_moe_ep.params import MoEEpCommParams
+from torch_moe_ep.payload import ceil_div
+
+logger = logging.getLogger("torch_moe_ep")
+
+
+def _round_up_16(n: int) -> int:
+    return ceil_div(n, 16) * 16
+
+
+class OneSidedAlltoAll(MoEEpCommunication):
+    """Base of the backends over symmetric windows; use one of its subclasses."""
+
+    def __init__(
+        self,
+        bootstrap: BootstrapConfig,
+        params: MoEEpCommParams,
+        config: Any,
+        device: torch.device,
+        namespace: str,
+        name_suffix: str,
+    ) -> None:
+        super().__init__(bootstrap, params)
+        self.config: NVLinkOneSidedConfig | ShmOneSidedConfig = config
+        self.device = device
+        self.timeout_sec = config.timeout_sec
+        itemsize = params.token_dtype.itemsize
+        spec = WindowSpec(
+            backend=self.backend_name,
+            device=str(device),
+            ep_size=self.ep_size,
+            enable_rank_mask=config.enable_rank_mask,
+            max_tokens=params.max_tokens_per_rank,
+            max_top_k=params.top_k,
+            eplb_experts=config.eplb_stats_num_experts,
+            weight_itemsize=max(4, itemsize),
+            dispatch_row_bytes=_round_up_16(params.dispatch_row.values)
+            + _round_up_16(params.dispatch_row.scales)
+            + _round_up_16(config.extra_payload_bytes_per_token),
+            # Expert outputs come back unquantized, at least 16 bits wide.
+            combine_row_bytes=_round_up_16(params.hidden_size * max(itemsize, 2)),
+        )
+        self._window: SharedWindow | None = open_window(
+            spec, bootstrap, config.comm_backend, namespace=namespace, name_suffix=name_suffix
+        )
+        self.comm = self._window.name
+        self.order = self._window.order
+        self._routing: torch.Tensor | None = None  # between dispatch and combine: the routing of the dispatch
+        self._num_tokens = 0
+        if self.ep_rank == 0:
+            logger.info("%s: window of %.1f MiB per rank", self.comm, self.window_bytes / 2**20)
+
+    def _require_live(self) -> None:
+        if self._window is None:
+            raise RuntimeError(f"{type(self).__name__} has been destroyed; create a new one")
+
+    def _check_mask(self, active_rank_mask: torch.Tensor | None) -> None:
+        if active_rank_mask is not None and not self.config.enable_rank_mask:
+            raise ValueError("active_rank_mask: needs a config with enable_rank_mask=True")
+
+    def dispatch(
+        self,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        hidden_states_scale: torch.Tensor | None = None,
+        runtime_max_tokens_per_rank: int | None = None,
+        eplb_local_stats: torch.Tensor | None = None,
+        active_rank_mask: torch.Tensor | None = None,
+    ) -> MoEEpDispatchResult:
+        """See :meth:`MoEEpCommunication.dispatch`.
+
+        ``active_rank_mask`` is a CPU uint64 mask from :meth:`active_rank_mask`: tokens for a masked rank are dropped,
+        nothing is sent to it or awaited from it. Needs ``enable_rank_mask=True``.
+        """
+        self._require_live()
+        if self._routing is not None:
+            raise RuntimeError("dispatch called twice without an intervening combine")
+        self._check_mask(active_rank_mask)
+        capacity = self.params.max_tokens_per_rank
+        tokens_per_rank = capacity if runtime_max_tokens_per_rank is None else runtime_max_tokens_per_rank
+        if tokens_per_rank <= 0 or tokens_per_rank > capacity:
+            raise ValueError(
+                f"runtime_max_tokens_per_rank: expected 1..{capacity} (max_tokens_per_rank), got {tokens_per_rank}"
+            )
+        out = functional.dispatch(
+            self,
+            hidden_states,
+            topk_ids,
+            topk_weights,
+            hidden_states_scale=hidden_states_scale,
+            tokens_per_rank=tokens_per_rank,
+            eplb_local_stats=eplb_local_stats,
+            active_rank_mask=active_rank_mask,
+        )
+        self._routing = out.routing
+        self._num_tokens = hidden_states.shape[0]
+        return MoEEpDispatchResult(
+            hidden_states=out.hidden_states,
+            topk_ids=out.topk_ids,
+            topk_weights=out.topk_weights,
+            tokens_per_rank=tokens_per_rank,
+            hidden_states_scale=out.hidden_states_scale,
+            eplb_gathered_stats=out.eplb_gathered_stats,
+        )
+
+    def combine(
+        self,
+        expert_output: torch.Tensor,
+        *,
+        output: torch.Tensor | None = None,
+        active_rank_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See :meth:`MoEEpCommunication.combine`. ``active_rank_mask`` must be that of the dispatch."""
+        self._require_live()
+        if self._routing is None:
+            raise RuntimeError("combine called before dispatch")
+        self._check_mask(active_rank_mask)
+        if expert_output.dim() not in (2, 3):
+            raise ValueError(f"expert_output: expected 2 or 3 dimensions, got shape {tuple(expert_output.shape)}")
+        result = functional.combine(
+            self,
+            expert_output,
+            self._routing,
+            num_tokens=self._num_tokens,
+            active_rank_mask=active_rank_mask,
+            out=output,
+        )
+        self._routing = None
+        return result
+
+    def get_combine_input_buffer(self, dtype: torch.dtype) -> torch.Tensor:
+        """A fresh ``[W*R, H]`` tensor. Combine reads its input where it lies, so any other tensor serves as well."""
+        if self._routing is None:
+            raise RuntimeError("get_combine_input_buffer called before dispatch")
+        rows = self.ep_size * self._routing.shape[1]
+        return torch.empty(rows, self.params.hidden_size, dtype=dtype, device=self.device)
+
+    def active_rank_mask(self, active_ranks: Sequence[int]) -> torch.Tensor:
+        """CPU uint64 ``[ceil(W/64)]`` mask with the bits of ``active_ranks`` set."""
+        words = [0] * ceil_div(self.ep_size, 64)
+        for rank in active_ranks:
+            if not 0 <= rank < self.ep_size:
+                raise ValueError(f"active_ranks: expected ranks in 0..{self.ep_size - 1}, got {rank}")
+            words[rank // 64] |= 1 << rank % 64
+        return torch.tensor(words, dtype=torch.uint64)
+
+    def set_active_ranks(self, active_ranks: Sequence[int]) -> None:
+        """Masks ranks for every later step that passes no ``active_rank_mask``. Needs ``enable_rank_mask=True``."""
+        self._require_live()
+        _C.set_active_ranks(self.comm, list(active_ranks))
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of this rank's symmetric window: C*B + C*min(K, W)*H*itemsize and the routing (csrc/window.h)."""
+        return self.describe()["window_bytes"]
+
+    def describe(self) -> dict[str, Any]:
+        """Sizes and state of the communicator, for people."""
+        self._require_live()
+        return _C.describe(self.comm)
+
+    def last_error(self) -> str | None:
+        """The sentence of the failure after which this communicator cannot be used again, or None."""
+        return self.describe()["last_error"] or None
+
+    def destroy(self) -> None:
+        """Gives up this object's use of the window; the last user frees it. Idempotent; call it on every rank."""
+        if self._window is not None:
+            close_window(self._window)
+        self._window = None
+        self._routing = None
