@@ -1,0 +1,41 @@
+"""Fixtures: ``device`` (cpu always, cuda where present) and ``ranks`` (pools of rank processes, one per world size)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from ranks import RankPool
+
+import torch_moe_ep
+
+DEVICES = ["cpu"]
+if torch_moe_ep.NVLinkOneSidedAlltoAll.is_platform_supported():
+    DEVICES.append("cuda")
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def _pools() -> Iterator[dict[tuple[int, str], RankPool]]:
+    pools: dict[tuple[int, str], RankPool] = {}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def ranks(_pools: dict[tuple[int, str], RankPool], device: str) -> Callable[[int], RankPool]:
+    """``ranks(W)``: the pool of W processes on the test's device; a pool that lost a rank is replaced."""
+
+    def get(world_size: int) -> RankPool:
+        key = (world_size, device)
+        if key not in _pools or not _pools[key].alive:
+            _pools[key] = RankPool(world_size, device)
+        return _pools[key]
+
+    return get
