@@ -9,6 +9,8 @@ Own ninja rules instead of ``torch.utils.cpp_extension.BuildExtension``: that on
 """
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -29,6 +31,29 @@ CONTROL = "_C" + sysconfig.get_config_var("EXT_SUFFIX")
 CUDA_ARCHITECTURES = ("90a", "100a")
 
 
+def check_torch_version() -> None:
+    wanted = re.search(r'"torch>=([0-9.]+),<([0-9.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert wanted is not None
+    low, high, installed = (
+        tuple(int(n) for n in re.findall(r"\d+", version)[:2]) for version in (*wanted.groups(), torch.__version__)
+    )
+    if not low <= installed < high:
+        sys.exit(
+            f"torch_moe_ep builds with torch >= {wanted[1]} and < {wanted[2]}; {sys.executable} has {torch.__version__}"
+        )
+
+
+def find_compiler() -> str:
+    """$CXX or g++, or a sentence that says what is missing."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(shlex.split(compiler)[0]) is None:
+        sys.exit(f"torch_moe_ep: no C++ compiler: {compiler!r} is not on PATH; install g++ 11 or newer, or set CXX")
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.exists():
+        sys.exit(f"torch_moe_ep: {header} is missing; install the headers of this Python (python3-dev or the like)")
+    return compiler
+
+
 def find_nvcc() -> str | None:
     """The CUDA compiler, or None: then the library is built without its CUDA column."""
     if os.environ.get("TORCH_MOE_EP_CUDA", "1") == "0":
@@ -38,27 +63,34 @@ def find_nvcc() -> str | None:
     return str(nvcc) if nvcc.exists() else shutil.which("nvcc")
 
 
+def quote(path: str | Path) -> str:
+    return shlex.quote(str(path))
+
+
 def sources(*rooms: str, suffix: str = ".cpp") -> list[Path]:
     return sorted(p for room in rooms for p in (ROOT / room).rglob(f"*{suffix}"))
 
 
 def write_ninja_file(build_dir: Path) -> None:
+    check_torch_version()
+    compiler = find_compiler()
     nvcc = find_nvcc()
     cuda_sources = sources("csrc", suffix=".cu") if nvcc else []
     with open(build_dir / "build.ninja", "w") as file:
         n = Writer(file, width=160)
         flags = "-O3 -g0 -std=c++20 -fPIC -Wall -Wextra -Wno-unused-parameter"
         abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-        torch_includes = " ".join(f"-isystem {p}" for p in cpp_extension.include_paths())
-        torch_libraries = cpp_extension.library_paths()[0]
-        n.rule("cxx", f"$cxx -MMD -MF $out.d {flags} -I{ROOT} $extra -c $in -o $out", depfile="$out.d", deps="gcc",
+        root = quote(ROOT)
+        torch_includes = " ".join(f"-isystem {quote(p)}" for p in cpp_extension.include_paths())
+        torch_libraries = quote(cpp_extension.library_paths()[0])
+        n.rule("cxx", f"$cxx -MMD -MF $out.d {flags} -I{root} $extra -c $in -o $out", depfile="$out.d", deps="gcc",
                description="C++ $in")
-        n.variable("cxx", os.environ.get("CXX", "g++"))
+        n.variable("cxx", compiler)
         n.rule("link", "$cxx -shared $in -o $out $extra", description="link $out")
         if nvcc:
             targets = " ".join(f"-gencode=arch=compute_{a},code=sm_{a}" for a in CUDA_ARCHITECTURES)
-            n.rule("nvcc", f"{nvcc} -MD -MF $out.d -O3 -std=c++20 -lineinfo -Xcompiler -fPIC "
-                           f"--expt-relaxed-constexpr {targets} -I{ROOT} -c $in -o $out",
+            n.rule("nvcc", f"{quote(nvcc)} -MD -MF $out.d -O3 -std=c++20 -lineinfo -Xcompiler -fPIC "
+                           f"--expt-relaxed-constexpr {targets} -I{root} -c $in -o $out",
                    depfile="$out.d", deps="gcc", description="CUDA $in")
 
         def compile_all(paths: list[Path], extra: str, rule: str = "cxx") -> list[str]:
@@ -70,7 +102,8 @@ def write_ninja_file(build_dir: Path) -> None:
             return outputs
 
         cuda_flag = "-DMOE_EP_CUDA=1" if nvcc else ""
-        cuda_include = f"-isystem {Path(nvcc).resolve().parent.parent / 'include'}" if nvcc else ""
+        cuda_home = Path(nvcc).resolve().parent.parent if nvcc else None
+        cuda_include = f"-isystem {quote(cuda_home / 'include')}" if cuda_home else ""
         control = ROOT / "ops" / "control.cpp"
         op_sources = [p for p in sources("ops", "meta") if p != control]
         if not nvcc:
@@ -80,10 +113,10 @@ def write_ninja_file(build_dir: Path) -> None:
         objects += compile_all(op_sources, f"{abi} {cuda_flag} {torch_includes}")
         objects += compile_all(cuda_sources, "", "nvcc")
         link = f"-Wl,-soname,{OP_LIBRARY} -L{torch_libraries} -ltorch -ltorch_cpu -lc10 -lrt -lpthread -ldl"
-        if nvcc:
-            link += f" -L{Path(nvcc).resolve().parent.parent / 'lib64'} -lcudart_static"
+        if cuda_home:
+            link += f" -L{quote(cuda_home / 'lib64')} -L{quote(cuda_home / 'lib')} -lcudart_static"
         n.build(OP_LIBRARY, "link", objects, variables={"extra": link})
-        python = f"-isystem {pybind11.get_include()} -isystem {sysconfig.get_path('include')}"
+        python = f"-isystem {quote(pybind11.get_include())} -isystem {quote(sysconfig.get_path('include'))}"
         objects = compile_all([control], f"{abi} {cuda_flag} {python}")
         n.build(CONTROL, "link", objects, implicit=[OP_LIBRARY],
                 variables={"extra": f"-L. -l:{OP_LIBRARY} '-Wl,-rpath,$$ORIGIN'"})
