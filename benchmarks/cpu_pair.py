@@ -68,7 +68,7 @@ def measure(
             taken = time_interleaved(runs, repeats, seconds, dist.barrier)
         routed = sum(len(set((row // (experts // world_size)).tolist()) - {rank}) for row in ids)
         measured.append({"tokens": tokens, "taken": taken, "bytes": 2 * routed * hidden_size * dtype.itemsize})
-        del received, out, expected, expert_output
+        del received, out, expected
     window_bytes = comm.window_bytes
     dist.barrier()
     comm.destroy()

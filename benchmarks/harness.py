@@ -1,4 +1,4 @@
-"""What every benchmark shares: rank processes, interleaved timing, and JSON lines with the machine they were taken on."""
+"""What every benchmark shares: rank processes, interleaved timing, JSON lines that name the machine."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -99,36 +100,35 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "torch_moe_ep"])
     with tempfile.TemporaryDirectory(prefix="moe_ep_bench_") as folder:
-        queue = context.SimpleQueue()
-        processes = [
-            context.Process(target=_rank, args=(function, rank, world_size, folder, queue, args))
-            for rank in range(world_size)
-        ]
-        for process in processes:
+        connections, processes = [], []
+        for rank in range(world_size):
+            here, there = context.Pipe(duplex=False)
+            process = context.Process(target=_rank, args=(function, rank, world_size, folder, there, args), daemon=True)
             process.start()
-        results: dict[int, Any] = {}
-        while len(results) < world_size:
-            if queue.empty():
-                failed = [r for r, p in enumerate(processes) if p.exitcode not in (None, 0)]
-                if failed:
-                    for process in processes:
-                        process.kill()
-                    raise SystemExit(f"ranks {failed} ended with an error, shown above")
-                time.sleep(0.05)
-                continue
-            rank, value = queue.get()
-            results[rank] = value
-        for process in processes:
-            process.join()
-    return [results[rank] for rank in range(world_size)]
+            there.close()
+            connections.append(here)
+            processes.append(process)
+        try:
+            results = []
+            for rank, connection in enumerate(connections):
+                try:
+                    results.append(connection.recv())
+                except EOFError:
+                    raise SystemExit(f"rank {rank} ended with an error, shown above") from None
+            for process in processes:
+                process.join()
+        finally:
+            for process in processes:
+                process.kill()
+    return results
 
 
 def _rank(
-    function: Callable[..., Any], rank: int, world_size: int, folder: str, queue: Any, args: tuple[Any, ...]
+    function: Callable[..., Any], rank: int, world_size: int, folder: str, result: Connection, args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)  # ranks may outnumber cores
     store = dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    queue.put((rank, function(rank, *args)))
+    result.send(function(rank, *args))
     dist.barrier()
     dist.destroy_process_group()
