@@ -124,7 +124,7 @@ def write_ninja_file(build_dir: Path) -> None:
 
 
 class NinjaBuild(build_ext):
-    """Runs ninja in build/<torch>-<python>/ (objects survive) and copies the two binaries where setuptools wants them."""
+    """Runs ninja in build/<torch>-<python>/, where objects survive, and copies the two binaries to their place."""
 
     def run(self) -> None:
         build_dir = ROOT / "build" / f"torch{torch.__version__}-{sys.implementation.cache_tag}"

@@ -53,7 +53,8 @@ def run_example(me: Rank) -> tuple[str, list[list[int]], torch.Tensor]:
     group = ep.create_communication(ep.BootstrapConfig(2, me.rank), params, "shm_one_sided")
     x = torch.tensor([[float(ord(token))] for token in TOKENS[me.rank]])
     rows = ep.dispatch(group, x, torch.tensor(IDS[me.rank]), tokens_per_rank=3)
-    held = [chr(int(row)) if ids.max() >= 0 else "–" for row, ids in zip(rows.hidden_states, rows.topk_ids, strict=True)]
+    slots = zip(rows.hidden_states, rows.topk_ids, strict=True)
+    held = [chr(int(row)) if ids.max() >= 0 else "–" for row, ids in slots]
     # The partial of row i is 10**i on rank 0 and 2 * 10**i on rank 1, so a sum tells its terms.
     partials = (me.rank + 1) * 10.0 ** torch.arange(6).unsqueeze(1)
     y = ep.combine(group, partials, rows.routing, num_tokens=len(x))

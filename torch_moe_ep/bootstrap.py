@@ -73,7 +73,7 @@ class StoreCommBackend:
     def allgather(self, obj: Any) -> list[Any]:
         self.step += 1
         keys = [f"moe_ep/{self.step}/{r}" for r in range(self.world_size)]
-        self.store.set(keys[self.rank], pickle.dumps(obj))
+        self.store.set(keys[self.rank], pickle.dumps(obj))  # type: ignore[arg-type]  # bytes are allowed
         return [pickle.loads(self.store.get(key)) for key in keys]
 
     def barrier(self) -> None:
