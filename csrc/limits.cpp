@@ -32,10 +32,15 @@ class Check {
 
 }  // namespace
 
+void check_tokens_per_rank(const Communicator& comm, int64_t tokens_per_rank) {
+  Check(comm, OpKind::kDispatch)
+      .at_most(tokens_per_rank, comm.shape().max_tokens, "tokens_per_rank", "raise max_tokens_per_rank");
+}
+
 void check_fits(const Communicator& comm, const DispatchArgs& a) {
   const WindowShape& shape = comm.shape();
   const Check check(comm, OpKind::kDispatch);
-  check.at_most(a.tokens_per_rank, shape.max_tokens, "tokens_per_rank", "raise max_tokens_per_rank");
+  check_tokens_per_rank(comm, a.tokens_per_rank);
   check.at_most(a.top_k, shape.max_top_k, "topk_ids: top_k", "raise top_k of the communicator");
   check.at_most(round_up(a.hidden.bytes, 16) + round_up(a.scale.bytes, 16), shape.dispatch_row_bytes,
                 "hidden_states: bytes per row, hidden_states_scale included (each rounded up to 16)",

@@ -1,6 +1,7 @@
 // The CPU column: meta, then the same protocol as on the GPU between processes of one host.
 #include <torch/library.h>
 
+#include "csrc/limits.h"
 #include "ops/columns.h"
 
 namespace moe_ep::ops {
@@ -14,9 +15,13 @@ std::shared_ptr<Communicator> ready(const std::string& comm, OpKind kind, int64_
 
 meta::DispatchOutputs dispatch_cpu(MOE_EP_DISPATCH_ARGS) {
   const meta::DispatchInputs in = MOE_EP_DISPATCH_INPUTS;
+  std::shared_ptr<Communicator> live;
+  guarded([&] {
+    live = ready(comm, OpKind::kDispatch, ep_size);
+    check_tokens_per_rank(*live, tokens_per_rank.guard_int(__FILE__, __LINE__));
+  });
   meta::DispatchOutputs out = meta::dispatch(in);
   guarded([&] {
-    const auto live = ready(comm, OpKind::kDispatch, ep_size);
     Holder holder;
     cpu::dispatch(*live, pack(in, out, holder));
   });
@@ -40,14 +45,7 @@ at::Tensor combine_cpu(MOE_EP_COMBINE_ARGS) {
 
 void combine_out_cpu(MOE_EP_COMBINE_ARGS, at::Tensor& out) {
   const meta::CombineInputs in = MOE_EP_COMBINE_INPUTS;
-  meta::combine_out(in, out);
-  if (has_contiguous_rows(out)) {
-    launch_combine(in, out);
-  } else {
-    const at::Tensor rows = meta::combine(in);
-    launch_combine(in, rows);
-    out.copy_(rows);
-  }
+  combine_out_through(in, out, launch_combine);
 }
 
 TORCH_LIBRARY_IMPL(moe_ep, CPU, m) {
