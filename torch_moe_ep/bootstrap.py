@@ -65,14 +65,17 @@ class TorchDistributedCommBackend:
 
 
 class StoreCommBackend:
-    """Exchange through a torch.distributed store (TCPStore, FileStore), without a process group."""
+    """Exchange through a torch.distributed store (TCPStore, FileStore), without a process group.
+
+    The store itself counts each rank's steps, so that any number of communicators can be made through one store.
+    """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
-        self.store, self.rank, self.world_size, self.step = store, rank, world_size, 0
+        self.store, self.rank, self.world_size = store, rank, world_size
 
     def allgather(self, obj: Any) -> list[Any]:
-        self.step += 1
-        keys = [f"moe_ep/{self.step}/{r}" for r in range(self.world_size)]
+        step = self.store.add(f"moe_ep/steps/{self.rank}", 1)
+        keys = [f"moe_ep/{step}/{r}" for r in range(self.world_size)]
         self.store.set(keys[self.rank], pickle.dumps(obj))  # type: ignore[arg-type]  # bytes are allowed
         return [pickle.loads(self.store.get(key)) for key in keys]
 
