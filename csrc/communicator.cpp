@@ -3,6 +3,10 @@
 #include <map>
 #include <mutex>
 
+#ifdef MOE_EP_CUDA
+#include "csrc/cuda/launch.h"
+#endif
+
 namespace moe_ep {
 namespace {
 
@@ -29,7 +33,8 @@ void check_shape(const CommunicatorOptions& o) {
   require(s.ep_size >= 1 && s.ep_size <= kMaxRanks,
           "ep_size: expected 1.." + std::to_string(kMaxRanks) + got(s.ep_size));
   require(o.rank >= 0 && o.rank < s.ep_size, "rank: expected 0.." + std::to_string(s.ep_size - 1) + got(o.rank));
-  require(s.max_tokens >= 1, "max_tokens_per_rank: expected at least 1" + got(s.max_tokens));
+  require(s.max_tokens >= 1 && s.max_tokens <= kMaxTokens,
+          "max_tokens_per_rank: expected 1.." + std::to_string(kMaxTokens) + got(s.max_tokens));
   require(s.max_top_k >= 1 && s.max_top_k <= kMaxTopK,
           "top_k: expected 1.." + std::to_string(kMaxTopK) + got(s.max_top_k));
   require(s.eplb_experts >= 0, "eplb_stats_num_experts: expected at least 0" + got(s.eplb_experts));
@@ -40,24 +45,84 @@ void check_shape(const CommunicatorOptions& o) {
           "combine_row_bytes: expected a multiple of 16" + got(s.combine_row_bytes));
 }
 
+std::unique_ptr<WindowMemory> make_memory(const CommunicatorOptions& o, int64_t window_bytes) {
+  const auto bytes = static_cast<size_t>(window_bytes);
+  if (o.device == DeviceKind::kCpu) return make_shm_memory(bytes);
+#ifdef MOE_EP_CUDA
+  if (o.memory == "fabric" || o.memory == "posix_fd") {
+    return make_vmm_memory(bytes, o.device_index, o.memory == "fabric");
+  }
+  require(o.memory == "cuda_ipc", "memory: expected fabric, posix_fd or cuda_ipc, got " + o.memory);
+  return make_ipc_memory(bytes, o.device_index);
+#else
+  throw ArgumentError("device: this build of torch_moe_ep has no CUDA column; install nvcc and build again");
+#endif
+}
+
 }  // namespace
+
+#ifndef MOE_EP_CUDA
+// Never made in a build without the CUDA column.
+class cuda::DeviceEnd {};
+#endif
+
+Communicator::~Communicator() = default;
 
 Communicator::Communicator(const CommunicatorOptions& options) : options_(options) {
   check_shape(options_);
+#ifdef MOE_EP_CUDA
+  if (options_.device == DeviceKind::kCuda) options_.shape.flag_blocks = cuda::kMaxBlocks;
+#endif
   offsets_ = Window::walk(options_.shape);
-  if (options_.device != DeviceKind::kCpu) {
-    throw ArgumentError("device: this build of torch_moe_ep has no CUDA windows");
+  memory_ = make_memory(options_, offsets_.bytes);
+#ifdef MOE_EP_CUDA
+  if (options_.device == DeviceKind::kCuda) {
+    device_end_ = std::make_unique<cuda::DeviceEnd>(options_.device_index, options_.shape);
+    device_end_->pdl = options_.pdl;
   }
-  memory_ = make_shm_memory(static_cast<size_t>(offsets_.bytes));
+#endif
   host_.heard.assign(static_cast<size_t>(ep_size()), 0);
   for (int32_t r = 0; r < ep_size(); ++r) active_.words[r / 64] |= uint64_t{1} << (r % 64);
 }
 
-void Communicator::connect(const std::vector<std::string>& handles) {
+void Communicator::connect(const std::vector<std::string>& handles, int32_t max_blocks) {
   require(static_cast<int32_t>(handles.size()) == ep_size(),
           "handles: expected one per rank, " + std::to_string(ep_size()) + got(static_cast<int64_t>(handles.size())));
   memory_->connect(rank(), handles);
+  windows_.clear();
   for (char* base : memory_->bases()) windows_.push_back(Window{base});
+#ifdef MOE_EP_CUDA
+  if (device_end_ != nullptr) {
+    require(max_blocks >= 1 && max_blocks <= cuda::kMaxBlocks,
+            "max_blocks: expected 1.." + std::to_string(cuda::kMaxBlocks) + got(max_blocks));
+    device_end_->max_blocks = max_blocks;
+    device_end_->connect(memory_->bases());
+  }
+#endif
+}
+
+void Communicator::suspend() {
+  memory_->suspend();
+  windows_.clear();
+}
+
+std::string Communicator::resume() {
+  memory_->resume();
+  return memory_->handle();
+}
+
+uint64_t Communicator::rounds() const {
+#ifdef MOE_EP_CUDA
+  if (device_end_ != nullptr) return device_end_->rounds();
+#endif
+  return host_.round;
+}
+
+std::string Communicator::failure() const {
+#ifdef MOE_EP_CUDA
+  if (device_end_ != nullptr) return device_end_->failure_text(*this);
+#endif
+  return host_.failure;
 }
 
 RankMask Communicator::active_ranks(const RankMask& passed) const { return passed.given ? passed : active_; }
@@ -65,6 +130,9 @@ RankMask Communicator::active_ranks(const RankMask& passed) const { return passe
 void Communicator::set_active_ranks(const RankMask& mask) {
   require(options_.enable_rank_mask, "active ranks: communicator '" + name() + "' was made without enable_rank_mask");
   active_ = mask;
+#ifdef MOE_EP_CUDA
+  if (device_end_ != nullptr) device_end_->set_active(mask);
+#endif
 }
 
 void Communicator::check_ready(OpKind kind, int32_t ep_size_arg, DeviceKind device, int32_t device_index) const {

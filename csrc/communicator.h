@@ -18,7 +18,9 @@ struct CommunicatorOptions {
   int32_t rank = 0;
   DeviceKind device = DeviceKind::kCpu;
   int32_t device_index = 0;
+  std::string memory = "shm";  // on a GPU: "fabric", "posix_fd" or "cuda_ipc"
   bool enable_rank_mask = false;
+  bool pdl = false;            // launch with programmatic dependent launch
   WindowShape shape;
 };
 
@@ -26,10 +28,15 @@ struct CommunicatorOptions {
 enum class DelayPoint : int32_t { kBeforePut = 0, kBeforeFlag = 1, kAfterFlags = 2 };
 constexpr int kDelayPoints = 3;
 
+namespace cuda {
+class DeviceEnd;
+}
+
 class Communicator {
  public:
   // Allocates this rank's window. Throws ArgumentError for a shape out of range, Error when memory is short.
   explicit Communicator(const CommunicatorOptions& options);
+  ~Communicator();
 
   const std::string& name() const { return options_.name; }
   int32_t rank() const { return options_.rank; }
@@ -41,7 +48,12 @@ class Communicator {
   Window window(int32_t rank) const { return windows_[static_cast<size_t>(rank)]; }
   bool connected() const { return !windows_.empty(); }
 
-  void connect(const std::vector<std::string>& handles);
+  // max_blocks: thread blocks of a kernel of this communicator, at most; the same on all ranks. The host has one.
+  void connect(const std::vector<std::string>& handles, int32_t max_blocks = 1);
+
+  // Over a checkpoint: see WindowMemory. Collective, with no op running; connect() follows resume().
+  void suspend();
+  std::string resume();
 
   // The mask of a step: the one passed, else the one kept (all ranks at first).
   RankMask active_ranks(const RankMask& passed) const;
@@ -60,6 +72,13 @@ class Communicator {
   };
   HostState& host() { return host_; }
 
+  // State of the CUDA column; null on the host.
+  cuda::DeviceEnd* device_end() { return device_end_.get(); }
+
+  // Both columns: rounds begun, and the sentence of the failure that the next op will raise, "" where there is none.
+  uint64_t rounds() const;
+  std::string failure() const;
+
   std::atomic<int64_t> delay_usec[kDelayPoints] = {};
 
  private:
@@ -69,6 +88,7 @@ class Communicator {
   std::vector<Window> windows_;  // by rank
   RankMask active_;
   HostState host_;
+  std::unique_ptr<cuda::DeviceEnd> device_end_;
 };
 
 // The process-wide registry. Names are unique; close() of an unknown name is no error.

@@ -20,6 +20,7 @@ struct WindowShape {
   int32_t max_top_k = 0;          // K the window has room for
   int32_t eplb_experts = 0;       // n the window has room for
   int32_t weight_itemsize = 4;    // bytes of one routing weight
+  int32_t flag_blocks = 1;        // flags per peer: one on the host, one per thread block on a GPU
   int64_t dispatch_row_bytes = 0; // B: hidden + scale, each rounded up to 16
   int64_t combine_row_bytes = 0;  // H * itemsize, rounded up to 16
 
@@ -41,10 +42,30 @@ struct StepHeader {
 };
 static_assert(sizeof(StepHeader) == 64);
 
-// A flag word: the round and what op it belongs to. Rounds start at 1; a fresh window reads 0.
-MOE_EP_HD uint64_t make_flag(uint64_t round, int32_t kind) { return round << 2 | static_cast<uint64_t>(kind); }
-MOE_EP_HD uint64_t flag_round(uint64_t flag) { return flag >> 2; }
-MOE_EP_HD int32_t flag_kind(uint64_t flag) { return static_cast<int32_t>(flag & 3); }
+// What of it must be equal on all ranks, by index (T may differ); csrc/transport/fence.cpp has their names.
+constexpr int32_t kHeaderFields = 8;
+MOE_EP_HD int64_t header_field(const StepHeader& h, int32_t field) {
+  switch (field) {
+    case 0: return h.tokens_per_rank;
+    case 1: return h.top_k;
+    case 2: return h.num_experts;
+    case 3: return h.weight_bytes;
+    case 4: return h.hidden_bytes;
+    case 5: return h.scale_bytes;
+    case 6: return h.num_eplb;
+    default: return h.dispatch_round;
+  }
+}
+
+// A flag word: the round (42 bits: a year of rounds of 7 us), what op it belongs to (2), the sender's T (20). Rounds
+// start at 1; a fresh window reads 0.
+constexpr int32_t kMaxTokens = (1 << 20) - 1;  // C
+MOE_EP_HD uint64_t make_flag(uint64_t round, int32_t kind, int32_t tokens) {
+  return round << 22 | static_cast<uint64_t>(kind) << 20 | static_cast<uint64_t>(tokens);
+}
+MOE_EP_HD uint64_t flag_round(uint64_t flag) { return flag >> 22; }
+MOE_EP_HD int32_t flag_kind(uint64_t flag) { return static_cast<int32_t>(flag >> 20 & 3); }
+MOE_EP_HD int32_t flag_tokens(uint64_t flag) { return static_cast<int32_t>(flag & kMaxTokens); }
 
 constexpr MOE_EP_HD int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
@@ -54,7 +75,7 @@ struct Window {
   char* base;
 
   struct Offsets {
-    int64_t flags;    // uint64 [2 parities, W]
+    int64_t flags;    // uint64 [2 parities, flag_blocks, W]
     int64_t done;     // uint64 [W]
     int64_t headers;  // StepHeader [2 parities, W]
     int64_t eplb;     // int32 [W, n]
@@ -70,7 +91,7 @@ struct Window {
     Offsets o{};
     int64_t at = 0;
     const int64_t w = s.ep_size, c = s.max_tokens;
-    o.flags = at;    at = round_up(at + 2 * w * 8, 128);
+    o.flags = at;    at = round_up(at + 2 * s.flag_blocks * w * 8, 128);
     o.done = at;     at = round_up(at + w * 8, 128);
     o.headers = at;  at = round_up(at + 2 * w * static_cast<int64_t>(sizeof(StepHeader)), 128);
     o.eplb = at;     at = round_up(at + w * s.eplb_experts * 4, 128);
@@ -82,14 +103,16 @@ struct Window {
     return o;
   }
 
-  MOE_EP_HD uint64_t* flag(const Offsets& o, const WindowShape& s, uint64_t round, int32_t from) const {
-    return reinterpret_cast<uint64_t*>(base + o.flags) + (round & 1) * s.ep_size + from;
+  MOE_EP_HD uint64_t* flag(const Offsets& o, const WindowShape& s, uint64_t round, int32_t from,
+                           int32_t block = 0) const {
+    const int64_t row = static_cast<int64_t>(round & 1) * s.flag_blocks + block;
+    return reinterpret_cast<uint64_t*>(base + o.flags) + row * s.ep_size + from;
   }
   MOE_EP_HD uint64_t* done(const Offsets& o, int32_t from) const {
     return reinterpret_cast<uint64_t*>(base + o.done) + from;
   }
   MOE_EP_HD StepHeader* header(const Offsets& o, const WindowShape& s, uint64_t round, int32_t from) const {
-    return reinterpret_cast<StepHeader*>(base + o.headers) + (round & 1) * s.ep_size + from;
+    return reinterpret_cast<StepHeader*>(base + o.headers) + static_cast<int64_t>(round & 1) * s.ep_size + from;
   }
   MOE_EP_HD int32_t* eplb(const Offsets& o, const WindowShape& s, int32_t from) const {
     return reinterpret_cast<int32_t*>(base + o.eplb) + static_cast<int64_t>(from) * s.eplb_experts;

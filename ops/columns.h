@@ -58,4 +58,17 @@ void guarded(const Launch& launch) {
   }
 }
 
+// combine_out of a column: straight into `out` where its rows allow it, else through a fresh tensor.
+template <class Launch>
+void combine_out_through(const meta::CombineInputs& in, at::Tensor& out, const Launch& launch_combine) {
+  meta::combine_out(in, out);
+  if (has_contiguous_rows(out)) {
+    launch_combine(in, out);
+  } else {
+    const at::Tensor rows = meta::combine(in);
+    launch_combine(in, rows);
+    out.copy_(rows);
+  }
+}
+
 }  // namespace moe_ep::ops

@@ -4,6 +4,9 @@
 #include <pybind11/stl.h>
 
 #include "csrc/communicator.h"
+#ifdef MOE_EP_CUDA
+#include "csrc/cuda/launch.h"
+#endif
 
 namespace py = pybind11;
 using namespace moe_ep;
@@ -48,15 +51,27 @@ py::dict describe(const std::string& name) {
   d["stage_bytes"] = o.landing - o.stage;
   d["landing_bytes"] = o.bytes - o.landing;
   d["routing_bytes"] = o.stage;
-  d["rounds"] = comm->host().round;
-  d["last_error"] = comm->host().failure;
+  d["rounds"] = comm->rounds();
+  d["last_error"] = comm->failure();
   return d;
 }
 
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
+#ifdef MOE_EP_CUDA
+  m.attr("has_cuda") = true;
+  m.def("resident_blocks", &cuda::resident_blocks, py::arg("device_index"),
+        "Thread blocks of the kernels that the device holds at once. Loads the kernels.");
+  m.def(
+      "force_plan",
+      [](const std::string& name, int32_t groups, int32_t pieces, int32_t threads) {
+        find(name)->device_end()->forced = {groups, pieces, groups > 0 ? 1 : 0, threads};
+      },
+      "Benchmarks only: cuts every step into groups * pieces blocks; groups = 0 returns to the own choice.");
+#else
   m.attr("has_cuda") = false;
+#endif
   py::register_exception_translator([](std::exception_ptr p) {
     try {
       if (p) std::rethrow_exception(p);
@@ -69,24 +84,41 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "open",
       [](const std::string& name, int32_t rank, int32_t ep_size, const std::string& device, int32_t device_index,
-         bool enable_rank_mask, int32_t max_tokens, int32_t max_top_k, int32_t eplb_experts, int32_t weight_itemsize,
-         int64_t dispatch_row_bytes, int64_t combine_row_bytes) {
+         const std::string& memory, bool enable_rank_mask, bool pdl, int32_t max_tokens, int32_t max_top_k,
+         int32_t eplb_experts, int32_t weight_itemsize, int64_t dispatch_row_bytes, int64_t combine_row_bytes) {
         CommunicatorOptions options;
         options.name = name;
         options.rank = rank;
         options.device = device == "cuda" ? DeviceKind::kCuda : DeviceKind::kCpu;
         options.device_index = device_index;
+        options.memory = memory;
         options.enable_rank_mask = enable_rank_mask;
-        options.shape = {ep_size,         max_tokens,         max_top_k,        eplb_experts,
-                         weight_itemsize, dispatch_row_bytes, combine_row_bytes};
+        options.pdl = pdl;
+        WindowShape& shape = options.shape;
+        shape.ep_size = ep_size;
+        shape.max_tokens = max_tokens;
+        shape.max_top_k = max_top_k;
+        shape.eplb_experts = eplb_experts;
+        shape.weight_itemsize = weight_itemsize;
+        shape.dispatch_row_bytes = dispatch_row_bytes;
+        shape.combine_row_bytes = combine_row_bytes;
         return py::bytes(moe_ep::open(options)->memory().handle());
       },
       py::kw_only(), py::arg("name"), py::arg("rank"), py::arg("ep_size"), py::arg("device"), py::arg("device_index"),
-      py::arg("enable_rank_mask"), py::arg("max_tokens"), py::arg("max_top_k"), py::arg("eplb_experts"),
+      py::arg("memory") = "shm", py::arg("enable_rank_mask"), py::arg("pdl") = false, py::arg("max_tokens"), py::arg("max_top_k"), py::arg("eplb_experts"),
       py::arg("weight_itemsize"), py::arg("dispatch_row_bytes"), py::arg("combine_row_bytes"),
       "Allocates this rank's window under `name`; returns the handle its peers connect to.");
-  m.def("connect", [](const std::string& name, const std::vector<std::string>& handles) { find(name)->connect(handles); },
-        "Maps the windows of all ranks (handles by rank).");
+  m.def(
+      "connect",
+      [](const std::string& name, const std::vector<std::string>& handles, int32_t max_blocks) {
+        find(name)->connect(handles, max_blocks);
+      },
+      py::arg("name"), py::arg("handles"), py::arg("max_blocks") = 1,
+      "Maps the windows of all ranks (handles by rank); a GPU's kernels use at most max_blocks thread blocks.");
+  m.def("suspend", [](const std::string& name) { find(name)->suspend(); },
+        "Gives the window's physical memory back and keeps all addresses.");
+  m.def("resume", [](const std::string& name) { return py::bytes(find(name)->resume()); },
+        "Puts fresh memory behind the window's address; returns the new handle for connect().");
   m.def("seal", [](const std::string& name) { find(name)->memory().seal(); },
         "Call once every rank has connected: nothing is left behind if a process dies later.");
   m.def("close", &moe_ep::close, "Unmaps and frees; idempotent.");

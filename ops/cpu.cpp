@@ -45,14 +45,7 @@ at::Tensor combine_cpu(MOE_EP_COMBINE_ARGS) {
 
 void combine_out_cpu(MOE_EP_COMBINE_ARGS, at::Tensor& out) {
   const meta::CombineInputs in = MOE_EP_COMBINE_INPUTS;
-  meta::combine_out(in, out);
-  if (has_contiguous_rows(out)) {
-    launch_combine(in, out);
-  } else {
-    const at::Tensor rows = meta::combine(in);
-    launch_combine(in, rows);
-    out.copy_(rows);
-  }
+  combine_out_through(in, out, launch_combine);
 }
 
 TORCH_LIBRARY_IMPL(moe_ep, CPU, m) {

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import pickle
 import threading
+import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -128,6 +130,10 @@ class WindowSpec:
     weight_itemsize: int
     dispatch_row_bytes: int
     combine_row_bytes: int
+    # GPUs only. Kinds of memory to try, best first; launch options.
+    memory: tuple[str, ...] = ("shm",)
+    pdl: bool = False
+    num_sms: int | None = None
 
 
 @dataclass
@@ -140,6 +146,8 @@ class SharedWindow:
     users: int = 1
 
 
+_MAX_BLOCKS = 512  # csrc/cuda/launch.h
+logger = logging.getLogger("torch_moe_ep")
 _lock = threading.RLock()
 _shared: dict[Any, SharedWindow] = {}
 _next_number = 0
@@ -201,36 +209,69 @@ def open_window(
     name = f"{spec.backend}.{spec.ep_size}.{number}{name_suffix}"
     device = torch.device(spec.device)
 
-    def allocate() -> bytes:
-        return _C.open(
-            name=name,
-            rank=bootstrap.rank,
-            ep_size=spec.ep_size,
-            device=device.type,
-            device_index=device.index or 0,
-            enable_rank_mask=spec.enable_rank_mask,
-            max_tokens=spec.max_tokens,
-            max_top_k=spec.max_top_k,
-            eplb_experts=spec.eplb_experts,
-            weight_itemsize=spec.weight_itemsize,
-            dispatch_row_bytes=spec.dispatch_row_bytes,
-            combine_row_bytes=spec.combine_row_bytes,
-        )
-
     def close() -> None:
         _C.close(name)
 
-    try:
-        handles = _agree(exchange, "allocating the windows", allocate, close)
-        _agree(exchange, "connecting the windows", lambda: _C.connect(name, handles), close)
-        _C.seal(name)
-    except BaseException:
-        close()
-        raise
+    def attempt(memory: str) -> None:
+        def allocate() -> tuple[bytes, str, int]:
+            handle = _C.open(
+                name=name,
+                rank=bootstrap.rank,
+                ep_size=spec.ep_size,
+                device=device.type,
+                device_index=device.index or 0,
+                memory=memory,
+                enable_rank_mask=spec.enable_rank_mask,
+                pdl=spec.pdl,
+                max_tokens=spec.max_tokens,
+                max_top_k=spec.max_top_k,
+                eplb_experts=spec.eplb_experts,
+                weight_itemsize=spec.weight_itemsize,
+                dispatch_row_bytes=spec.dispatch_row_bytes,
+                combine_row_bytes=spec.combine_row_bytes,
+            )
+            return handle, *_device_share(device, spec.num_sms)
+
+        try:
+            allocated = _agree(exchange, f"allocating the windows ({memory})", allocate, close)
+            handles = [handle for handle, _, _ in allocated]
+            devices = [identity for _, identity, _ in allocated]
+            # All blocks of all ranks of a device must be resident at once, and block b of a rank exchanges with block
+            # b of its peers: the smallest share counts for everybody.
+            max_blocks = min(max(1, blocks // devices.count(identity)) for _, identity, blocks in allocated)
+            _agree(exchange, f"connecting the windows ({memory})", lambda: _C.connect(name, handles, max_blocks), close)
+            _C.seal(name)
+        except BaseException:
+            close()
+            raise
+
+    failures = []
+    for memory in spec.memory:
+        try:
+            attempt(memory)
+            break
+        except RuntimeError as error:  # raised alike on all ranks, so that all of them try the next kind
+            failures.append(str(error))
+            if bootstrap.rank == 0 and len(spec.memory) > 1:
+                logger.info("%s: no %s memory: %s", name, memory, error)
+    else:
+        raise RuntimeError("; ".join(failures))
     window = SharedWindow(name, torch.zeros(1, device=device), (key, group))
     with _lock:
         _shared[key] = window
     return window
+
+
+def _device_share(device: torch.device, num_sms: int | None) -> tuple[str, int]:
+    """What identifies a device among all hosts, and the thread blocks it gives to the ranks that live on it."""
+    if device.type == "cpu":
+        return "cpu", _MAX_BLOCKS
+    blocks = _C.resident_blocks(device.index)
+    properties = torch.cuda.get_device_properties(device)
+    if num_sms is not None:
+        blocks = max(1, blocks * num_sms // properties.multi_processor_count)
+        return f"{properties.uuid}/{uuid.uuid4()}", min(blocks, _MAX_BLOCKS)  # the caller has done the sharing
+    return str(properties.uuid), min(blocks, _MAX_BLOCKS)
 
 
 def _take_number(at_least: int) -> int:

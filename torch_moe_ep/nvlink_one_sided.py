@@ -11,6 +11,9 @@ from torch_moe_ep.config import NVLinkOneSidedConfig
 from torch_moe_ep.one_sided import OneSidedAlltoAll
 from torch_moe_ep.params import MoEEpCommParams
 
+MEMORY_KINDS = ("fabric", "posix_fd", "cuda_ipc")
+"""Tried in this order: what a whole NVLink domain can map, what one host can, and what works where neither does."""
+
 
 @register_communication("nvlink_one_sided")
 class NVLinkOneSidedAlltoAll(OneSidedAlltoAll):
@@ -20,6 +23,8 @@ class NVLinkOneSidedAlltoAll(OneSidedAlltoAll):
         bootstrap, params: the group and its sizes.
         config: a :class:`NVLinkOneSidedConfig`; None is its defaults.
         namespace: a name other than "" asks for windows of its own instead of those of an equal layout.
+        num_sms: SMs the kernels of this rank may fill; None divides the device among the ranks that live on it. All
+            blocks of all ranks of a device must be resident at once, or they wait for each other forever.
 
     Raises:
         RuntimeError: :meth:`is_platform_supported` is False; the text says why.
@@ -34,13 +39,26 @@ class NVLinkOneSidedAlltoAll(OneSidedAlltoAll):
         config: NVLinkOneSidedConfig | None = None,
         *,
         namespace: str = "",
+        num_sms: int | None = None,
         _name_suffix: str = "",
     ) -> None:
         config = NVLinkOneSidedConfig() if config is None else config
+        if num_sms is not None and num_sms < 1:
+            raise ValueError(f"num_sms: expected at least 1, got {num_sms}")
         index = bootstrap.device
         if index is None:
             index = torch.cuda.current_device() if torch.cuda.is_available() else 0
-        super().__init__(bootstrap, params, config, torch.device("cuda", index), namespace, _name_suffix)
+        super().__init__(
+            bootstrap,
+            params,
+            config,
+            torch.device("cuda", index),
+            namespace,
+            _name_suffix,
+            memory=MEMORY_KINDS,
+            pdl=config.enable_pdl is not False,
+            num_sms=num_sms,
+        )
 
     @classmethod
     def is_platform_supported(cls) -> bool:

@@ -33,6 +33,7 @@ class OneSidedAlltoAll(MoEEpCommunication):
         device: torch.device,
         namespace: str,
         name_suffix: str,
+        **launch: Any,
     ) -> None:
         super().__init__(bootstrap, params)
         self.config: NVLinkOneSidedConfig | ShmOneSidedConfig = config
@@ -53,6 +54,7 @@ class OneSidedAlltoAll(MoEEpCommunication):
             + _round_up_16(config.extra_payload_bytes_per_token),
             # Expert outputs come back unquantized, at least 16 bits wide.
             combine_row_bytes=_round_up_16(params.hidden_size * max(itemsize, 2)),
+            **launch,
         )
         self._window: SharedWindow | None = open_window(
             spec, bootstrap, config.comm_backend, namespace=namespace, name_suffix=name_suffix

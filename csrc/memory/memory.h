@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "csrc/ep.h"
+
 namespace moe_ep {
 
 class WindowMemory {
@@ -21,10 +23,20 @@ class WindowMemory {
   virtual void seal() = 0;
   // Base addresses, in this process, of the windows of all ranks. Valid after connect().
   virtual const std::vector<char*>& bases() const = 0;
+  // Gives the physical memory back and keeps every address; resume() puts fresh zeros behind the own one, after which
+  // connect() with new handles maps the peers where they were. Throws Error where the kind cannot.
+  virtual void suspend() { throw Error(std::string(kind()) + " windows cannot keep their addresses over a checkpoint"); }
+  virtual void resume() { suspend(); }
 };
 
 // POSIX shared memory between processes of one host. Zero-filled, fully backed (a full /dev/shm fails here and not
 // as SIGBUS later).
 std::unique_ptr<WindowMemory> make_shm_memory(size_t bytes);
+
+#ifdef MOE_EP_CUDA
+// GPU memory, zero-filled: by fabric handle, by file descriptor, by cudaIpc handle.
+std::unique_ptr<WindowMemory> make_vmm_memory(size_t bytes, int32_t device, bool fabric);
+std::unique_ptr<WindowMemory> make_ipc_memory(size_t bytes, int32_t device);
+#endif
 
 }  // namespace moe_ep

@@ -2,33 +2,47 @@
 
 namespace moe_ep {
 
+std::string disagreement_text(const Communicator& comm, OpKind kind, uint64_t round, int32_t peer, int32_t field,
+                              int64_t mine, int64_t theirs) {
+  static const char* const kNames[kHeaderFields] = {
+      "tokens_per_rank",
+      "top_k",
+      "num_experts",
+      "the bytes of a row of topk_weights (0 = not passed)",
+      "the bytes of a hidden row",
+      "the bytes of a row of hidden_states_scale (0 = not passed)",
+      "the length of eplb_local_stats (0 = not passed)",
+      "the dispatch whose routing is combined (its round)",
+  };
+  const auto value = [&](int64_t v) {
+    return field < 0 ? std::string(op_name(static_cast<OpKind>(v))) : std::to_string(v);
+  };
+  return std::string(op_name(kind)) + " round " + std::to_string(round) + " on communicator '" + comm.name() +
+         "': ranks disagree about " + (field < 0 ? "the op" : kNames[field]) + ": rank " + std::to_string(comm.rank()) +
+         " has " + value(mine) + ", rank " + std::to_string(peer) + " has " + value(theirs) +
+         "; it must be the same on every rank";
+}
+
+std::string timeout_text(const Communicator& comm, OpKind kind, uint64_t round, int32_t peer, const std::string& what,
+                         int64_t timeout_sec) {
+  return std::string(op_name(kind)) + " round " + std::to_string(round) + " on rank " + std::to_string(comm.rank()) +
+         " of communicator '" + comm.name() + "' waited " + std::to_string(timeout_sec) + " s (timeout_sec) for rank " +
+         std::to_string(peer) + ": no " + what + " came; that rank has died, hangs, or issued fewer ops";
+}
+
+std::string unusable_text(const Communicator& comm, OpKind kind, const std::string& failure) {
+  return std::string(op_name(kind)) + ": communicator '" + comm.name() + "' cannot be used again after: " + failure +
+         "; destroy it on every rank and create a new one";
+}
+
 std::string HostFence::compare(const StepHeader& mine, const StepHeader& theirs, int32_t peer,
                                int32_t their_kind) const {
-  const auto sentence = [&](const char* what, const std::string& here, const std::string& there) {
-    return std::string(op_name(kind_)) + " round " + std::to_string(round_) + " on communicator '" + comm_.name() +
-           "': ranks disagree about " + what + ": rank " + std::to_string(comm_.rank()) + " has " + here + ", rank " +
-           std::to_string(peer) + " has " + there + "; it must be the same on every rank";
-  };
   if (their_kind != static_cast<int32_t>(kind_)) {
-    return sentence("the op", op_name(kind_), op_name(static_cast<OpKind>(their_kind)));
+    return disagreement_text(comm_, kind_, round_, peer, -1, static_cast<int64_t>(kind_), their_kind);
   }
-  const struct {
-    const char* what;
-    int64_t here, there;
-  } fields[] = {
-      {"tokens_per_rank", mine.tokens_per_rank, theirs.tokens_per_rank},
-      {"top_k", mine.top_k, theirs.top_k},
-      {"num_experts", mine.num_experts, theirs.num_experts},
-      {"the bytes of a row of topk_weights (0 = not passed)", mine.weight_bytes, theirs.weight_bytes},
-      {"the bytes of a hidden row", mine.hidden_bytes, theirs.hidden_bytes},
-      {"the bytes of a row of hidden_states_scale (0 = not passed)", mine.scale_bytes, theirs.scale_bytes},
-      {"the length of eplb_local_stats (0 = not passed)", mine.num_eplb, theirs.num_eplb},
-      {"the dispatch whose routing is combined (its round)", mine.dispatch_round, theirs.dispatch_round},
-  };
-  for (const auto& field : fields) {
-    if (field.here != field.there) {
-      return sentence(field.what, std::to_string(field.here), std::to_string(field.there));
-    }
+  for (int32_t field = 0; field < kHeaderFields; ++field) {
+    const int64_t here = header_field(mine, field), there = header_field(theirs, field);
+    if (here != there) return disagreement_text(comm_, kind_, round_, peer, field, here, there);
   }
   return "";
 }

@@ -41,18 +41,23 @@
 
 namespace moe_ep {
 
+// The sentences of the protocol's failures, for both columns. `field` as in header_field(), or -1: the op itself.
+std::string disagreement_text(const Communicator& comm, OpKind kind, uint64_t round, int32_t peer, int32_t field,
+                              int64_t mine, int64_t theirs);
+std::string timeout_text(const Communicator& comm, OpKind kind, uint64_t round, int32_t peer, const std::string& what,
+                         int64_t timeout_sec);
+std::string unusable_text(const Communicator& comm, OpKind kind, const std::string& failure);
+
 class HostFence {
  public:
   // Step 1. Throws when the communicator is in use by another thread or failed before.
   HostFence(Communicator& comm, OpKind kind, const RankMask& mask, int64_t timeout_sec)
       : comm_(comm), state_(comm.host()), kind_(kind), deadline_(timeout_sec) {
-    const std::string where = std::string(op_name(kind)) + ": communicator '" + comm.name() + "' ";
-    if (!state_.failure.empty()) {
-      throw Error(where + "cannot be used again after: " + state_.failure + "; destroy it on every rank and create a new one");
-    }
+    if (!state_.failure.empty()) throw Error(unusable_text(comm, kind, state_.failure));
     bool expected = false;
     if (!state_.busy.compare_exchange_strong(expected, true)) {
-      throw ArgumentError(where + "is in use by another thread; calls that run at once need two communicators");
+      throw ArgumentError(std::string(op_name(kind)) + ": communicator '" + comm.name() +
+                          "' is in use by another thread; calls that run at once need two communicators");
     }
     round_ = ++state_.round;
     if (is_active(mask, comm.rank())) {
@@ -93,7 +98,7 @@ class HostFence {
     const Window window = comm_.window(peer);
     *window.header(comm_.offsets(), comm_.shape(), round_, comm_.rank()) = header;
     store_release(window.flag(comm_.offsets(), comm_.shape(), round_, comm_.rank()),
-                  make_flag(round_, static_cast<int32_t>(kind_)));
+                  make_flag(round_, static_cast<int32_t>(kind_), header.tokens));
   }
 
   // Step 5. Calls arrived(peer, header) for each peer in order of arrival. A peer whose header does not agree with
@@ -136,10 +141,7 @@ class HostFence {
   template <class Ready>
   void wait(const Ready& ready, int32_t peer, const std::string& what) {
     if (spin_until(ready, deadline_)) return;
-    state_.failure = std::string(op_name(kind_)) + " round " + std::to_string(round_) + " on rank " +
-                     std::to_string(comm_.rank()) + " of communicator '" + comm_.name() + "' waited " +
-                     std::to_string(deadline_.timeout_sec) + " s (timeout_sec) for rank " + std::to_string(peer) +
-                     ": no " + what + " came; that rank has died, hangs, or issued fewer ops";
+    state_.failure = timeout_text(comm_, kind_, round_, peer, what, deadline_.timeout_sec);
     throw TimeoutError(state_.failure);
   }
 

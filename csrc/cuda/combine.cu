@@ -1,0 +1,264 @@
+// combine on a GPU. The protocol is in csrc/transport/fence.h and fence.cuh, the cut into blocks in launch.h.
+//
+// Block (group, piece) of a rank, tokens t of its group, bytes of its piece:
+//   1. puts its bytes of every partial it holds for token t of a peer into that peer's landing slot [t, index of this
+//      rank among the token's targets]; releases its flag to every peer;
+//   2. awaits the flags of the same block of every peer;
+//   3. sums its bytes of its own tokens, partials of other ranks from the own landing, its own from expert_output.
+// The sum is taken in float32 (float64 for float64 rows) over the targets in the order of their first appearance in
+// the top-k, starting from the first partial, and rounded once, as csrc/cpu/combine.cpp does it.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "csrc/cuda/device.cuh"
+#include "csrc/cuda/launch.cuh"
+#include "csrc/cuda/launch.h"
+#include "csrc/limits.h"
+#include "csrc/transport/fence.cuh"
+
+namespace moe_ep::cuda {
+namespace {
+
+constexpr int kTile = 1024;  // (source, token) pairs, or (token, target) pairs, looked at together
+
+struct CombineParams {
+  DeviceComm comm;
+  CombineArgs args;
+  Plan plan;
+};
+
+struct CombineShared {
+  FenceShared fence;
+  int32_t count;
+  const char* source[kTile];
+  char* target[kTile];
+};
+
+__device__ __forceinline__ float to_sum(float x) { return x; }
+__device__ __forceinline__ double to_sum(double x) { return x; }
+__device__ __forceinline__ float to_sum(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float to_sum(__half x) { return __half2float(x); }
+__device__ __forceinline__ void round_to(float& out, float x) { out = x; }
+__device__ __forceinline__ void round_to(double& out, double x) { out = x; }
+__device__ __forceinline__ void round_to(__nv_bfloat16& out, float x) { out = __float2bfloat16_rn(x); }
+__device__ __forceinline__ void round_to(__half& out, float x) { out = __float2half_rn(x); }
+
+template <class T, int BYTES, bool MASK>
+class CombineBlock {
+ public:
+  using Sum = decltype(to_sum(T{}));
+  static constexpr int kElements = BYTES / static_cast<int>(sizeof(T));
+
+  __device__ CombineBlock(const CombineParams& p, CombineShared& shared)
+      : a_(p.args),
+        c_(p.comm),
+        shared_(shared),
+        fence_(p.comm, OpKind::kCombine, p.args.mask, shared.fence),
+        group_(static_cast<int32_t>(blockIdx.x) / p.plan.pieces),
+        groups_(p.plan.groups),
+        first_byte_(static_cast<int32_t>(blockIdx.x) % p.plan.pieces * p.plan.piece_bytes) {
+    const int64_t left = a_.expert_output.bytes - first_byte_;
+    units_ = static_cast<int32_t>((left < 0 ? 0 : left < p.plan.piece_bytes ? left : p.plan.piece_bytes) / BYTES);
+  }
+
+  __device__ void run() {
+    if (c_.ep_size == 1) {
+      __syncthreads();
+    } else {
+      put();
+      StepHeader header{};
+      header.tokens = a_.num_tokens;
+      header.tokens_per_rank = a_.tokens_per_rank;
+      header.top_k = a_.max_targets;
+      header.hidden_bytes = a_.expert_output.bytes;
+      header.dispatch_round = a_.tokens_per_rank > 0 ? a_.routing[0] : 0;
+      fence_.put_header(header);
+      fence_.signal(a_.num_tokens);
+      fence_.await(static_cast<int32_t>(blockIdx.x), header);
+      fence_.check_headers(header);
+    }
+    launch_dependents();
+    if (a_.max_targets <= 1) {
+      reduce<1, 8>();
+    } else if (a_.max_targets <= 2) {
+      reduce<2, 4>();
+    } else if (a_.max_targets <= 4) {
+      reduce<4, 2>();
+    } else {
+      reduce<8, 1>();
+    }
+  }
+
+ private:
+  __device__ int32_t share_of(int32_t n) const { return n > group_ ? (n - group_ + groups_ - 1) / groups_ : 0; }
+  __device__ int32_t token(int32_t i) const { return group_ + i * groups_; }
+  __device__ const char* partial_of(int32_t source, int32_t t) const {
+    return a_.expert_output.data + (static_cast<int64_t>(source) * a_.tokens_per_rank + t) * a_.expert_output.stride +
+           first_byte_;
+  }
+
+  __device__ void put() {
+    const int32_t tokens = share_of(a_.tokens_per_rank);
+    const int32_t pairs = (c_.ep_size - 1) * tokens;
+    int32_t begin = 0;
+    do {
+      if (begin > 0) __syncthreads();  // the list of the tile before has been read
+      if (threadIdx.x == 0) shared_.count = 0;
+      __syncthreads();
+      const int32_t end = pairs - begin < kTile ? pairs : begin + kTile;
+      for (int32_t q = begin + static_cast<int32_t>(threadIdx.x); q < end; q += static_cast<int32_t>(blockDim.x)) {
+        const int32_t source = (c_.rank + 1 + q / tokens) % c_.ep_size, t = token(q % tokens);
+        const int32_t slot = a_.routing[static_cast<int64_t>(1 + source) * a_.tokens_per_rank + t];
+        if (slot < 0 || slot >= a_.max_targets || !fence_.is_peer(source)) continue;
+        const int32_t at = atomicAdd(&shared_.count, 1);
+        shared_.source[at] = partial_of(source, t);
+        shared_.target[at] = fence_.window(source).landing(c_.offsets, c_.shape, t, slot) + first_byte_;
+      }
+      __syncthreads();
+      copy_rows<BYTES, 4>(
+          shared_.count, units_, [&](int32_t i) { return shared_.source[i]; },
+          [&](int32_t i) { return shared_.target[i]; },
+          [&] {
+            if (begin == 0) fence_.await_reuse();
+          });
+      begin += kTile;
+    } while (begin < pairs);
+  }
+
+  // J partials of each of U units are loaded before the first is added.
+  template <int J, int U>
+  __device__ void reduce() {
+    const int32_t tokens = share_of(a_.num_tokens), targets = a_.max_targets;
+    const int32_t tile = kTile / targets;
+    const Window own = fence_.own();
+    const bool here = fence_.is_active(c_.rank);
+    for (int32_t begin = 0; begin < tokens; begin += tile) {
+      const int32_t n = tokens - begin < tile ? tokens - begin : tile;
+      __syncthreads();
+      for (int32_t i = static_cast<int32_t>(threadIdx.x); i < n * targets; i += static_cast<int32_t>(blockDim.x)) {
+        const int32_t t = token(begin + i / targets), j = i % targets;
+        const int32_t rank = a_.routing[static_cast<int64_t>(1 + c_.ep_size + j) * a_.tokens_per_rank + t];
+        const bool counts = here && rank >= 0 && rank < c_.ep_size && fence_.is_active(rank);
+        shared_.source[i] = !counts              ? nullptr
+                            : rank == c_.rank    ? partial_of(rank, t)
+                                                 : own.landing(c_.offsets, c_.shape, t, j) + first_byte_;
+      }
+      __syncthreads();
+      RowWalk walk(units_ > 0 ? units_ : 1);
+      while (walk.row < n && units_ > 0) {
+        sum_units<J, U>(walk, begin, n, targets);
+      }
+    }
+  }
+
+  template <int J, int U>
+  __device__ void sum_units(RowWalk& walk, int32_t begin, int32_t n, int32_t targets) {
+    Unit<BYTES> values[U][J];
+    int32_t row[U], unit[U];
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      row[u] = walk.row;
+      unit[u] = walk.unit;
+      load_partials<J>(values[u], row[u], unit[u], 0, n, targets);
+      walk.advance();
+    }
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      if (row[u] >= n) continue;
+      Sum sums[kElements];
+      bool any = false;
+      for (int32_t first = 0; first < targets; first += J) {
+        if (first > 0) load_partials<J>(values[u], row[u], unit[u], first, n, targets);
+#pragma unroll
+        for (int j = 0; j < J; ++j) {
+          if (first + j >= targets || shared_.source[row[u] * targets + first + j] == nullptr) continue;
+          const T* x = reinterpret_cast<const T*>(&values[u][j]);
+#pragma unroll
+          for (int e = 0; e < kElements; ++e) sums[e] = any ? sums[e] + to_sum(x[e]) : to_sum(x[e]);
+          any = true;
+        }
+      }
+      Unit<BYTES> out{};
+      T* y = reinterpret_cast<T*>(&out);
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) {
+        if (any) round_to(y[e], sums[e]);
+      }
+      char* to = a_.out + token(begin + row[u]) * a_.out_stride + first_byte_;
+      reinterpret_cast<Unit<BYTES>*>(to)[unit[u]] = out;
+    }
+  }
+
+  template <int J>
+  __device__ void load_partials(Unit<BYTES>* values, int32_t row, int32_t unit, int32_t first, int32_t n,
+                                int32_t targets) {
+#pragma unroll
+    for (int j = 0; j < J; ++j) {
+      if (row >= n || first + j >= targets) continue;
+      const char* from = shared_.source[row * targets + first + j];
+      if (from != nullptr) values[j] = load(reinterpret_cast<const Unit<BYTES>*>(from) + unit);
+    }
+  }
+
+  const CombineArgs& a_;
+  const DeviceComm& c_;
+  CombineShared& shared_;
+  DeviceFence<MASK> fence_;
+  const int32_t group_, groups_;
+  const int64_t first_byte_;
+  int32_t units_;
+};
+
+template <class T, int BYTES, bool MASK>
+__global__ void __launch_bounds__(kMaxThreads) combine_kernel(const __grid_constant__ CombineParams p) {
+  __shared__ CombineShared shared;
+  wait_for_predecessor();
+  CombineBlock<T, BYTES, MASK>(p, shared).run();
+}
+
+template <class T>
+const void* kernel_for(bool wide, bool mask) {
+  constexpr int kOne = static_cast<int>(sizeof(T));
+  if (wide) {
+    return mask ? reinterpret_cast<const void*>(combine_kernel<T, 16, true>)
+                : reinterpret_cast<const void*>(combine_kernel<T, 16, false>);
+  }
+  return mask ? reinterpret_cast<const void*>(combine_kernel<T, kOne, true>)
+              : reinterpret_cast<const void*>(combine_kernel<T, kOne, false>);
+}
+
+const void* kernel_of(ElementType type, bool wide, bool mask) {
+  switch (type) {
+    case ElementType::kBFloat16: return kernel_for<__nv_bfloat16>(wide, mask);
+    case ElementType::kFloat16: return kernel_for<__half>(wide, mask);
+    case ElementType::kFloat32: return kernel_for<float>(wide, mask);
+    case ElementType::kFloat64: return kernel_for<double>(wide, mask);
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+std::vector<const void*> combine_kernels() {
+  std::vector<const void*> all;
+  for (const ElementType type :
+       {ElementType::kBFloat16, ElementType::kFloat16, ElementType::kFloat32, ElementType::kFloat64}) {
+    for (const bool wide : {false, true}) {
+      for (const bool mask : {false, true}) all.push_back(kernel_of(type, wide, mask));
+    }
+  }
+  return all;
+}
+
+void combine(Communicator& comm, const CombineArgs& args, void* stream) {
+  check_fits(comm, args);
+  DeviceEnd& end = *comm.device_end();
+  end.raise_failure(comm, OpKind::kCombine);
+  CombineParams p{end.comm(comm, args.timeout_sec), args, end.plan(args.tokens_per_rank, args.expert_output.bytes)};
+  const bool wide = alignment_of({reinterpret_cast<int64_t>(args.expert_output.data), args.expert_output.stride,
+                                  args.expert_output.bytes, reinterpret_cast<int64_t>(args.out), args.out_stride}) == 16;
+  const void* kernel = kernel_of(args.element_type, wide, comm.options().enable_rank_mask);
+  launch(kernel, p.plan.blocks(), p.plan.threads, &p, end.pdl, stream, "combine");
+}
+
+}  // namespace moe_ep::cuda

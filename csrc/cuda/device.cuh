@@ -1,0 +1,132 @@
+// What every kernel of this room is written with: memory operations with a scope, programmatic dependent launch, and
+// copies of many short rows that keep several loads of a thread in flight.
+#pragma once
+
+#include <cstdint>
+
+namespace moe_ep::cuda {
+
+// What one thread moves at a time: the widest unit that divides every address of a step.
+template <int BYTES>
+struct Unit;
+template <>
+struct Unit<16> {
+  uint4 v;
+};
+template <>
+struct Unit<8> {
+  uint2 v;
+};
+template <>
+struct Unit<4> {
+  uint32_t v;
+};
+template <>
+struct Unit<2> {
+  uint16_t v;
+};
+template <>
+struct Unit<1> {
+  uint8_t v;
+};
+
+// Plain (weak) loads that leave no line in L1: rows are read once, and a line kept from an earlier round is of no use.
+__device__ __forceinline__ Unit<16> load(const Unit<16>* p) {
+  Unit<16> x;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.v.x), "=r"(x.v.y), "=r"(x.v.z), "=r"(x.v.w)
+               : "l"(p)
+               : "memory");
+  return x;
+}
+__device__ __forceinline__ Unit<8> load(const Unit<8>* p) {
+  Unit<8> x;
+  asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(x.v.x), "=r"(x.v.y) : "l"(p) : "memory");
+  return x;
+}
+__device__ __forceinline__ Unit<2> load(const Unit<2>* p) {
+  Unit<2> x;
+  asm volatile("ld.global.L1::no_allocate.u16 %0, [%1];" : "=h"(x.v) : "l"(p) : "memory");
+  return x;
+}
+__device__ __forceinline__ Unit<4> load(const Unit<4>* p) {
+  Unit<4> x;
+  asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(x.v) : "l"(p) : "memory");
+  return x;
+}
+__device__ __forceinline__ Unit<1> load(const Unit<1>* p) {
+  uint32_t x;
+  asm volatile("ld.global.L1::no_allocate.u8 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+  return {static_cast<uint8_t>(x)};
+}
+
+__device__ __forceinline__ uint64_t load_acquire_sys(const uint64_t* p) {
+  uint64_t x;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(x) : "l"(p) : "memory");
+  return x;
+}
+__device__ __forceinline__ void store_relaxed_sys(uint64_t* p, uint64_t x) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(x) : "memory");
+}
+__device__ __forceinline__ void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+// Waits until the kernels before this one have ended and what they wrote is visible. Costs nothing where the kernel
+// was launched without the attribute.
+__device__ __forceinline__ void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// Lets the next kernel's blocks be launched; that kernel still waits for this one's end before it reads.
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Threads of a block walk `rows` rows of `units` units side by side: thread i takes units i, i + blockDim.x, ... of
+// all rows laid end to end. Advancing needs no division.
+struct RowWalk {
+  int32_t row, unit;
+  const int32_t units, row_step, unit_step;
+
+  __device__ explicit RowWalk(int32_t units_of_row)
+      : units(units_of_row),
+        row_step(static_cast<int32_t>(blockDim.x) / units_of_row),
+        unit_step(static_cast<int32_t>(blockDim.x) % units_of_row) {
+    row = static_cast<int32_t>(threadIdx.x) / units;
+    unit = static_cast<int32_t>(threadIdx.x) % units;
+  }
+  __device__ void advance() {
+    row += row_step;
+    unit += unit_step;
+    if (unit >= units) {
+      unit -= units;
+      ++row;
+    }
+  }
+};
+
+// Copies rows src_of(r) -> dst_of(r), r < rows, of `units` units. `before_store` runs once per thread after the first
+// loads are on their way and before anything is stored (it may hold a barrier: every thread of the block calls it).
+template <int BYTES, int UNROLL, class Src, class Dst, class Before>
+__device__ __forceinline__ void copy_rows(int32_t rows, int32_t units, const Src& src_of, const Dst& dst_of,
+                                          const Before& before_store) {
+  using U = Unit<BYTES>;
+  RowWalk walk(units > 0 ? units : 1);
+  if (units <= 0) rows = 0;
+  bool first = true;
+  do {
+    U value[UNROLL];
+    U* to[UNROLL];
+#pragma unroll
+    for (int i = 0; i < UNROLL; ++i) {
+      to[i] = nullptr;
+      if (walk.row < rows) {
+        value[i] = load(reinterpret_cast<const U*>(src_of(walk.row)) + walk.unit);
+        to[i] = reinterpret_cast<U*>(dst_of(walk.row)) + walk.unit;
+      }
+      walk.advance();
+    }
+    if (first) before_store();
+    first = false;
+#pragma unroll
+    for (int i = 0; i < UNROLL; ++i) {
+      if (to[i] != nullptr) *to[i] = value[i];
+    }
+  } while (walk.row < rows);
+}
+
+}  // namespace moe_ep::cuda

@@ -1,0 +1,178 @@
+#include <cuda_runtime.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
+#include "csrc/cuda/launch.cuh"
+#include "csrc/memory/cuda_peer.h"
+#include "csrc/transport/fence.h"
+
+namespace moe_ep::cuda {
+namespace {
+
+using cuda_memory::check_runtime;
+using cuda_memory::OnDevice;
+
+}  // namespace
+
+int64_t alignment_of(std::initializer_list<int64_t> values) {
+  int64_t all = 16;
+  for (const int64_t value : values) all |= value;
+  return all & -all;
+}
+
+void launch(const void* kernel, int blocks, int threads, void* params, bool pdl, void* stream, const char* name) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.stream = static_cast<cudaStream_t>(stream);
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = pdl ? 1 : 0;
+  void* arguments[] = {params};
+  check_runtime(cudaLaunchKernelExC(&config, kernel, arguments), name);
+}
+
+int32_t resident_blocks(int32_t device_index) {
+  const OnDevice on(device_index);
+  int sms = 0, per_sm = kMaxBlocks;
+  check_runtime(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device_index), "cudaDeviceGetAttribute");
+  for (const auto& kernels : {dispatch_kernels(), combine_kernels()}) {
+    for (const void* kernel : kernels) {
+      // Also loads the kernel, so that its first launch may be inside a capture or beside a spinning one.
+      int blocks = 0;
+      check_runtime(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kMaxThreads, 0),
+                 "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+      per_sm = std::min(per_sm, blocks);
+    }
+  }
+  return std::max(1, per_sm) * sms;
+}
+
+DeviceEnd::DeviceEnd(int32_t device_index, const WindowShape& shape) : device_index_(device_index), shape_(shape) {
+  const OnDevice on(device_index);
+  try {
+    check_runtime(cudaMalloc(&windows_, sizeof(char*) * kMaxRanks), "cudaMalloc of the window table");
+    check_runtime(cudaMalloc(&state_, sizeof(DeviceState)), "cudaMalloc of the communicator's state");
+    DeviceState state{};
+    for (int32_t r = 0; r < shape.ep_size; ++r) state.active[r / 64] |= 1ull << (r % 64);
+    check_runtime(cudaMemcpy(state_, &state, sizeof state, cudaMemcpyHostToDevice), "cudaMemcpy of the communicator's state");
+    void* page = mmap(nullptr, sizeof(PostMortem), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (page == MAP_FAILED) throw Error("mmap of the post-mortem record failed");
+    post_mortem_ = static_cast<PostMortem*>(page);
+    check_runtime(cudaHostRegister(page, 4096, cudaHostRegisterMapped), "cudaHostRegister of the post-mortem record");
+    check_runtime(cudaHostGetDevicePointer(reinterpret_cast<void**>(&post_mortem_device_), page, 0),
+               "cudaHostGetDevicePointer of the post-mortem record");
+  } catch (...) {
+    release();
+    throw;
+  }
+}
+
+DeviceEnd::~DeviceEnd() { release(); }
+
+void DeviceEnd::release() {
+  // No check: after a trap every call fails, and the memory goes with the context.
+  int before = 0;
+  cudaGetDevice(&before);
+  cudaSetDevice(device_index_);
+  if (windows_ != nullptr) cudaFree(windows_);
+  if (state_ != nullptr) cudaFree(state_);
+  if (post_mortem_ != nullptr) {
+    cudaHostUnregister(post_mortem_);
+    munmap(post_mortem_, sizeof(PostMortem));
+  }
+  windows_ = nullptr;
+  state_ = nullptr;
+  post_mortem_ = nullptr;
+  cudaSetDevice(before);
+  cudaGetLastError();
+}
+
+void DeviceEnd::connect(const std::vector<char*>& windows) {
+  const OnDevice on(device_index_);
+  check_runtime(cudaMemcpy(windows_, windows.data(), sizeof(char*) * windows.size(), cudaMemcpyHostToDevice),
+             "cudaMemcpy of the window table");
+}
+
+void DeviceEnd::set_active(const RankMask& mask) {
+  const OnDevice on(device_index_);
+  check_runtime(cudaMemcpy(state_->active, mask.words, sizeof mask.words, cudaMemcpyHostToDevice),
+             "cudaMemcpy of the active ranks");
+}
+
+uint64_t DeviceEnd::rounds() const {
+  if (post_mortem_->what != PostMortem::kNothing) return static_cast<uint64_t>(post_mortem_->round);
+  const OnDevice on(device_index_);
+  unsigned long long ticket = 0;
+  check_runtime(cudaMemcpy(&ticket, &state_->ticket, sizeof ticket, cudaMemcpyDeviceToHost), "cudaMemcpy of the round");
+  return ticket >> 16;
+}
+
+DeviceComm DeviceEnd::comm(const Communicator& owner, int64_t timeout_sec) const {
+  DeviceComm c{};
+  c.windows = windows_;
+  c.state = state_;
+  c.post_mortem = post_mortem_device_;
+  c.shape = owner.shape();
+  c.offsets = owner.offsets();
+  c.rank = owner.rank();
+  c.ep_size = owner.ep_size();
+  constexpr int64_t kNominalHz = 2'000'000'000;
+  c.timeout_sec = timeout_sec;
+  c.timeout_cycles = timeout_sec > INT64_MAX / kNominalHz ? INT64_MAX : timeout_sec * kNominalHz;
+  for (int i = 0; i < kDelayPoints; ++i) c.delay_cycles[i] = owner.delay_usec[i].load() * (kNominalHz / 1'000'000);
+  return c;
+}
+
+Plan DeviceEnd::plan(int32_t tokens_per_rank, int64_t row_bytes) const {
+  if (forced.piece_bytes != 0) {
+    Plan p = forced;
+    p.pieces = static_cast<int32_t>(std::min<int64_t>(p.pieces, std::max<int64_t>(1, row_bytes / 128)));
+    p.piece_bytes = round_up((row_bytes + p.pieces - 1) / p.pieces, 128);
+    return p;
+  }
+  Plan p;
+  const int64_t tokens = std::max(1, tokens_per_rank), w = shape_.ep_size;
+  // A block has work worth its launch from about 2 KiB of own rows.
+  const int64_t work = std::max<int64_t>(1, tokens * row_bytes / 2048);
+  const int64_t blocks = std::min<int64_t>(max_blocks, work);
+  // Enough (source, token) pairs per group that all groups have about the same number of rows, then pieces of a row
+  // make up the number of blocks.
+  const int64_t groups = std::clamp<int64_t>(w == 1 ? tokens : tokens * w / 512, 1, std::min(tokens, blocks));
+  const int64_t pieces = std::clamp<int64_t>(blocks / groups, 1, std::max<int64_t>(1, row_bytes / 512));
+  p.groups = static_cast<int32_t>(std::min(tokens, blocks / pieces));
+  p.pieces = static_cast<int32_t>(pieces);
+  p.piece_bytes = round_up((row_bytes + pieces - 1) / pieces, 128);
+  return p;
+}
+
+std::string DeviceEnd::failure_text(const Communicator& owner) const {
+  const PostMortem& r = *post_mortem_;
+  const auto kind = static_cast<OpKind>(r.op);
+  const auto round = static_cast<uint64_t>(r.round);
+  switch (*const_cast<const volatile int32_t*>(&r.what)) {
+    case PostMortem::kNothing: return "";
+    case PostMortem::kDisagree: return disagreement_text(owner, kind, round, r.peer, r.field, r.mine, r.theirs);
+    case PostMortem::kNoFlag: return timeout_text(owner, kind, round, r.peer, "flag", r.timeout_sec);
+    default:
+      return timeout_text(owner, kind, round, r.peer, std::string("completion of its earlier ") + op_name(kind),
+                          r.timeout_sec);
+  }
+}
+
+void DeviceEnd::raise_failure(const Communicator& owner, OpKind next) {
+  const std::string text = failure_text(owner);
+  if (text.empty()) return;
+  if (post_mortem_->what != PostMortem::kDisagree) throw TimeoutError(unusable_text(owner, next, text));
+  const OnDevice on(device_index_);
+  *post_mortem_ = PostMortem{};
+  check_runtime(cudaMemset(&state_->failed, 0, sizeof state_->failed), "cudaMemset of the failure word");
+  throw Error(text);
+}
+
+}  // namespace moe_ep::cuda

@@ -1,0 +1,105 @@
+// What a kernel of this room is launched with, and the host object that holds it.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "csrc/communicator.h"
+#include "csrc/ep.h"
+#include "csrc/window.h"
+
+namespace moe_ep::cuda {
+
+constexpr int kMaxBlocks = 512;  // flags per peer and parity
+
+// Device memory of one rank that no peer sees. All state that changes from round to round is here and is advanced by
+// the kernels, so that captured graphs replay in any order.
+struct DeviceState {
+  unsigned long long ticket;            // see DeviceFence::begin
+  unsigned char kinds[4];               // op kind of round n at [n mod 4]
+  unsigned int failed;                  // taken by the first thread that writes the post-mortem record
+  unsigned long long active[kMaskWords];
+};
+
+// Written by a kernel into host memory when a wait outlives its deadline (then it traps) or ranks disagree (then it
+// goes on). Host-mapped memory that does not belong to the CUDA context, so it can be read after the trap.
+struct PostMortem {
+  enum What : int32_t { kNothing = 0, kNoFlag, kNoDone, kDisagree };
+  int32_t what;
+  int32_t op;
+  int64_t round;
+  int32_t peer;
+  int32_t field;        // kDisagree: index into kHeaderFields, or -1: the op itself
+  int64_t mine, theirs; // kDisagree
+  int64_t timeout_sec;
+};
+
+// How a step is cut into blocks. Every rank computes the same plan, for block b of a rank exchanges with block b of
+// its peers alone: flags are per block, and no block waits for another of its own grid.
+//   block b = group * pieces + piece; its tokens are t = group, group + groups, ...; its bytes of every row are
+//   [piece * piece_bytes, (piece + 1) * piece_bytes)
+struct Plan {
+  int32_t groups = 1;
+  int32_t pieces = 1;
+  int64_t piece_bytes = 0;
+  int32_t threads = 512;
+  int32_t blocks() const { return groups * pieces; }
+};
+
+struct DeviceComm {
+  char* const* windows;   // [W] base addresses, in device memory
+  DeviceState* state;
+  PostMortem* post_mortem;
+  WindowShape shape;
+  Window::Offsets offsets;
+  int32_t rank;
+  int32_t ep_size;
+  int64_t timeout_cycles;
+  int64_t timeout_sec;
+  int64_t delay_cycles[kDelayPoints];  // tests only
+};
+
+// The CUDA half of a communicator: state, tables, and the launch options its kernels share.
+class DeviceEnd {
+ public:
+  DeviceEnd(int32_t device_index, const WindowShape& shape);
+  ~DeviceEnd();
+  DeviceEnd(const DeviceEnd&) = delete;
+  DeviceEnd& operator=(const DeviceEnd&) = delete;
+
+  void connect(const std::vector<char*>& windows);
+  void set_active(const RankMask& mask);
+  // Rounds begun. Waits for the device.
+  uint64_t rounds() const;
+
+  DeviceComm comm(const Communicator& owner, int64_t timeout_sec) const;
+  Plan plan(int32_t tokens_per_rank, int64_t row_bytes) const;
+
+  // Throws the sentence of a failure that a kernel left behind. After a disagreement the communicator stays usable.
+  void raise_failure(const Communicator& owner, OpKind next);
+  std::string failure_text(const Communicator& owner) const;
+
+  int32_t max_blocks = 1;  // agreed by all ranks
+  bool pdl = false;
+  Plan forced;             // benchmarks only: used when forced.piece_bytes is not 0
+
+ private:
+  void release();
+
+  int32_t device_index_;
+  WindowShape shape_;
+  char** windows_ = nullptr;
+  DeviceState* state_ = nullptr;
+  PostMortem* post_mortem_ = nullptr;         // host address
+  PostMortem* post_mortem_device_ = nullptr;  // the same bytes
+};
+
+// Blocks of these kernels that the whole device holds at once.
+int32_t resident_blocks(int32_t device_index);
+
+void dispatch(Communicator& comm, const DispatchArgs& args, void* stream);
+void combine(Communicator& comm, const CombineArgs& args, void* stream);
+
+}  // namespace moe_ep::cuda

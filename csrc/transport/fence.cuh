@@ -1,0 +1,228 @@
+// The fence transport on a GPU: csrc/transport/fence.h is the protocol and its argument; this adds what is different
+// here.
+//
+// Blocks. Block b of a rank exchanges with block b of every peer alone (csrc/cuda/launch.h, Plan): it stages or puts
+// its share of the rows, releases its own flag to each peer, awaits block b's flag of each peer, and takes its share.
+// So there is no barrier across the grid, neither before a flag nor after. A block other than the first piece of its
+// group also awaits the flag of that first piece, which put the group's ids.
+//
+// Round number. Graphs replay in any order, so it cannot be a launch argument. One 64-bit counter per rank: block 0
+// adds kTicket - (blocks - 1) to it, every other block adds 1, so that a launch adds kTicket in all, whatever its
+// grid. Any block finds old / kTicket = rounds completed: the sum of a running launch stays below kTicket until its
+// last block has begun. Example, kTicket = 65536, 3 blocks, 2 rounds completed: the counter is 131072; blocks 1, 0, 2
+// arrive in this order, read 131072, 131073 and 196607 (131073 + 65534), all find 2 and run round 3; then it is 196608.
+//
+// Reuse. A kernel of round n+1 starts after the whole kernel of round n on its rank has ended, and ends only after
+// every block saw a flag of every peer. So a flag of round n+1 from any block of peer p says that p has completed
+// round n in all its blocks, whatever the two grids were; that is what csrc/transport/fence.h builds on. Whether the
+// round before was of the same kind, and so the done words must be posted and awaited, is kept in device memory
+// (kinds). With rank masks a peer may have been left out of the rounds between; then done words are always posted and
+// awaited.
+//
+// Order. All threads of a block store with weak stores; the barrier orders them before one warp's fence.acq_rel.sys,
+// which orders them before that warp's relaxed flag stores (release pattern, cumulativity). A polling thread loads the
+// flag with ld.acquire.sys; the barrier after it orders every thread's later loads.
+#pragma once
+
+#include "csrc/cuda/device.cuh"
+#include "csrc/cuda/launch.h"
+
+namespace moe_ep::cuda {
+
+constexpr unsigned long long kTicket = 1ull << 16;
+
+__device__ __forceinline__ void hold_up(int64_t cycles) {
+  if (cycles <= 0) return;
+  const long long start = clock64();
+  while (clock64() - start < cycles) __nanosleep(200);
+}
+
+struct FenceShared {
+  uint64_t round;
+  int32_t same_kind;           // the round before was of this kind
+  uint64_t active[kMaskWords];
+  int32_t tokens[kMaxRanks];   // T of each peer of this round; 0 for a masked or disagreeing one
+};
+
+template <bool MASK>
+class DeviceFence {
+ public:
+  __device__ DeviceFence(const DeviceComm& comm, OpKind kind, const RankMask& mask, FenceShared& shared)
+      : comm_(comm), kind_(kind), shared_(shared) {
+    if (MASK && threadIdx.x < kMaskWords) {
+      shared.active[threadIdx.x] = mask.given ? mask.words[threadIdx.x] : comm.state->active[threadIdx.x];
+    }
+    if (threadIdx.x == 0) {
+      const unsigned long long add = blockIdx.x == 0 ? kTicket - (gridDim.x - 1) : 1;
+      const uint32_t kinds = *reinterpret_cast<volatile uint32_t*>(comm.state->kinds);
+      const unsigned long long before = atomicAdd(&comm.state->ticket, add) / kTicket;
+      shared.round = before + 1;
+      shared.same_kind = (kinds >> 8 * (before & 3) & 0xFF) == static_cast<uint32_t>(kind);
+      if (blockIdx.x == 0) {
+        *const_cast<volatile unsigned char*>(&comm.state->kinds[shared.round & 3]) = static_cast<unsigned char>(kind);
+      }
+    }
+  }
+
+  // All of these are valid after the first barrier that follows the constructor.
+  __device__ uint64_t round() const { return shared_.round; }
+  __device__ bool is_active(int32_t rank) const { return !MASK || (shared_.active[rank / 64] >> (rank % 64) & 1) != 0; }
+  __device__ bool is_peer(int32_t rank) const {
+    return rank != comm_.rank && is_active(rank) && is_active(comm_.rank);
+  }
+  __device__ Window window(int32_t rank) const { return Window{comm_.windows[rank]}; }
+  __device__ Window own() const { return window(comm_.rank); }
+
+  // Steps 1 and 2. Every thread of the block calls it, after a barrier.
+  __device__ void await_reuse() {
+    hold_up(comm_.delay_cycles[static_cast<int>(DelayPoint::kBeforePut)]);
+    if (!MASK && !shared_.same_kind) return;
+    if (blockIdx.x == 0) {
+      for (int32_t p = static_cast<int32_t>(threadIdx.x); p < comm_.ep_size; p += static_cast<int32_t>(blockDim.x)) {
+        if (!is_peer(p)) continue;
+        fence_sys();
+        store_relaxed_sys(window(p).done(comm_.offsets, comm_.rank), round() - 1);
+      }
+    }
+    // With masks and another kind before, the round before that is the last that can matter.
+    const uint64_t last = shared_.same_kind ? round() - 1 : round() - 2;
+    if (round() > 2 || shared_.same_kind) {
+      for (int32_t p = static_cast<int32_t>(threadIdx.x); p < comm_.ep_size; p += static_cast<int32_t>(blockDim.x)) {
+        if (!is_peer(p)) continue;
+        const uint64_t* word = own().done(comm_.offsets, p);
+        poll(p, PostMortem::kNoDone, [&] { return load_acquire_sys(word) >= last; });
+      }
+    }
+    __syncthreads();
+  }
+
+  // Before step 4, by block 0 alone: what this rank says of its step.
+  __device__ void put_header(const StepHeader& header) {
+    if (blockIdx.x != 0) return;
+    constexpr int kWords = sizeof(StepHeader) / 16;
+    const uint4* words = reinterpret_cast<const uint4*>(&header);
+    for (int32_t i = static_cast<int32_t>(threadIdx.x); i < comm_.ep_size * kWords;
+         i += static_cast<int32_t>(blockDim.x)) {
+      const int32_t p = i / kWords;
+      if (!is_peer(p)) continue;
+      reinterpret_cast<uint4*>(window(p).header(comm_.offsets, comm_.shape, round(), comm_.rank))[i % kWords] =
+          words[i % kWords];
+    }
+  }
+
+  // Step 4. Holds the barrier after which this block's stores may be released.
+  __device__ void signal(int32_t num_tokens) {
+    hold_up(comm_.delay_cycles[static_cast<int>(DelayPoint::kBeforeFlag)]);
+    __syncthreads();
+    if (threadIdx.x >= 32) return;
+    fence_sys();
+    for (int32_t i = 1 + static_cast<int32_t>(threadIdx.x); i < comm_.ep_size; i += 32) {
+      const int32_t p = (comm_.rank + i) % comm_.ep_size;
+      if (!is_peer(p)) continue;
+      store_relaxed_sys(
+          window(p).flag(comm_.offsets, comm_.shape, round(), comm_.rank, static_cast<int32_t>(blockIdx.x)),
+          make_flag(round(), static_cast<int32_t>(kind_), num_tokens));
+    }
+  }
+
+  // Step 5: for this block's flag and that of block `also`. Holds the barrier after which every thread may read.
+  __device__ void await(int32_t also, const StepHeader& mine) {
+    for (int32_t p = static_cast<int32_t>(threadIdx.x); p < comm_.ep_size; p += static_cast<int32_t>(blockDim.x)) {
+      int32_t tokens = 0;
+      if (is_peer(p)) {
+        const uint64_t flag = await_flag(p, static_cast<int32_t>(blockIdx.x), mine);
+        const bool agrees = flag_kind(flag) == static_cast<int32_t>(kind_);
+        tokens = agrees ? flag_tokens(flag) : 0;
+        if (also != static_cast<int32_t>(blockIdx.x) && agrees) await_flag(p, also, mine);
+      }
+      shared_.tokens[p] = tokens;
+    }
+    __syncthreads();
+    hold_up(comm_.delay_cycles[static_cast<int>(DelayPoint::kAfterFlags)]);
+  }
+
+  // After step 5, by block 0 alone: compares what the ranks said.
+  __device__ void check_headers(const StepHeader& mine) {
+    if (blockIdx.x != 0) return;
+    for (int32_t p = static_cast<int32_t>(threadIdx.x); p < comm_.ep_size; p += static_cast<int32_t>(blockDim.x)) {
+      if (is_peer(p)) disagrees(p, mine);
+    }
+  }
+
+ private:
+  // The peer's flag of this round, or of kind 0 when the peer's step is another one, so that none will come.
+  __device__ uint64_t await_flag(int32_t p, int32_t block, const StepHeader& mine) {
+    const uint64_t* word = own().flag(comm_.offsets, comm_.shape, round(), p, block);
+    uint64_t flag = 0;
+    poll(p, PostMortem::kNoFlag, [&] {
+      flag = load_acquire_sys(word);
+      return flag_round(flag) >= round();
+    }, [&] {
+      // Long wait: has the peer's block 0 told of a step with another grid?
+      const uint64_t first = load_acquire_sys(own().flag(comm_.offsets, comm_.shape, round(), p, 0));
+      if (flag_round(first) < round() || !disagrees(p, mine)) return false;
+      flag = 0;
+      return true;
+    });
+    return flag;
+  }
+
+  template <class Ready>
+  __device__ void poll(int32_t peer, PostMortem::What what, const Ready& ready) {
+    poll(peer, what, ready, [] { return false; });
+  }
+  template <class Ready, class GiveUp>
+  __device__ void poll(int32_t peer, PostMortem::What what, const Ready& ready, const GiveUp& give_up) {
+    if (ready()) return;
+    const long long start = clock64();
+    for (uint32_t i = 1;; ++i) {
+      if (ready()) return;
+      if (i % 4096 == 0 && give_up()) return;
+      if (clock64() - start > comm_.timeout_cycles) {
+        if (ready()) return;
+        record(peer, what, 0, 0, 0);
+        __trap();
+      }
+    }
+  }
+
+  __device__ bool disagrees(int32_t p, const StepHeader& mine) {
+    const uint64_t flag = load_acquire_sys(own().flag(comm_.offsets, comm_.shape, round(), p, 0));
+    if (flag_kind(flag) != static_cast<int32_t>(kind_)) {
+      record(p, PostMortem::kDisagree, -1, static_cast<int64_t>(kind_), flag_kind(flag));
+      return true;
+    }
+    const StepHeader& theirs = *own().header(comm_.offsets, comm_.shape, round(), p);
+    for (int32_t field = 0; field < kHeaderFields; ++field) {
+      const int64_t here = header_field(mine, field), there = header_field(theirs, field);
+      if (here == there) continue;
+      record(p, PostMortem::kDisagree, field, here, there);
+      return true;
+    }
+    return false;
+  }
+
+  __device__ void record(int32_t peer, PostMortem::What what, int32_t field, int64_t mine, int64_t theirs) {
+    if (atomicCAS(&comm_.state->failed, 0u, 1u) != 0u) {
+      if (what != PostMortem::kDisagree) __nanosleep(1000000);  // let the first one finish before this one traps
+      return;
+    }
+    volatile PostMortem* out = comm_.post_mortem;
+    out->op = static_cast<int32_t>(kind_);
+    out->round = static_cast<int64_t>(round());
+    out->peer = peer;
+    out->field = field;
+    out->mine = mine;
+    out->theirs = theirs;
+    out->timeout_sec = comm_.timeout_sec;
+    fence_sys();
+    out->what = what;
+    fence_sys();
+  }
+
+  const DeviceComm& comm_;
+  const OpKind kind_;
+  FenceShared& shared_;
+};
+
+}  // namespace moe_ep::cuda
