@@ -59,8 +59,17 @@ def find_nvcc() -> str | None:
     if os.environ.get("TORCH_MOE_EP_CUDA", "1") == "0":
         return None
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    nvcc = Path(home) / "bin" / "nvcc"
-    return str(nvcc) if nvcc.exists() else shutil.which("nvcc")
+    beside = Path(home) / "bin" / "nvcc"
+    nvcc = str(beside) if beside.exists() else shutil.which("nvcc")
+    if nvcc is not None:
+        known = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True).stdout.split()
+        missing = [a for a in CUDA_ARCHITECTURES if f"sm_{a.rstrip('a')}" not in known]
+        if missing:
+            sys.exit(
+                f"torch_moe_ep: {nvcc} cannot compile for sm_{' and sm_'.join(missing)}; use CUDA 13 (CUDA_HOME=...), "
+                "or build without the CUDA column: TORCH_MOE_EP_CUDA=0"
+            )
+    return nvcc
 
 
 def quote(path: str | Path) -> str:
@@ -132,7 +141,8 @@ class NinjaBuild(build_ext):
         write_ninja_file(build_dir)
         jobs = os.environ.get("MAX_JOBS")
         command = [os.path.join(ninja.BIN_DIR, "ninja"), *(["-j", jobs] if jobs else [])]
-        subprocess.run(command, cwd=build_dir, check=True)
+        if subprocess.run(command, cwd=build_dir).returncode != 0:
+            sys.exit("torch_moe_ep: the compilation failed; the lines above, from FAILED on, say where")
         for path in self.get_outputs():
             os.makedirs(os.path.dirname(path), exist_ok=True)
             shutil.copyfile(build_dir / os.path.basename(path), path + ".new")
