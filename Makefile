@@ -65,8 +65,9 @@ demo: build  ## a compiled MoE decoder over several processes, checked against o
 test: build  ## the tests; ARGS="-k name" and the like go to pytest
 	$(PYTHON) -m pytest $(ARGS)
 
-bench: build  ## the benchmarks, see benchmarks/README.md
-	$(PYTHON) -m benchmarks $(ARGS)
+BENCH ?= cpu_pair
+bench: build  ## a benchmark, BENCH=cpu_pair unless told otherwise; see benchmarks/README.md
+	$(PYTHON) -m benchmarks.$(BENCH) $(ARGS)
 
 lint: $(INSTALLED)  ## the linters, on every file that git knows; formats in place
 	$(PYTHON) -m pip install -q $(call requirements,lint)

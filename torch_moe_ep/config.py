@@ -101,7 +101,7 @@ class NVLinkOneSidedConfig:
 
 @dataclass
 class ShmOneSidedConfig:
-    """Options of :class:`~torch_moe_ep.ShmOneSidedAlltoAll`: those of NVLinkOneSidedConfig that mean something on CPU."""
+    """Options of :class:`~torch_moe_ep.ShmOneSidedAlltoAll`: those of NVLinkOneSidedConfig that apply on CPU."""
 
     backend_name: str = "shm_one_sided"
     extra_payload_bytes_per_token: int = 0
