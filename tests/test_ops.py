@@ -11,7 +11,7 @@ import expecttest
 import pytest
 import torch
 from ranks import Rank, RankPool
-from tiny_model import CAPACITY, EXPERTS, HIDDEN, TOP_K, open_group, tokens
+from tiny_model import EXPERTS, HIDDEN, TOP_K, open_group, tokens
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_moe_ep import MoEEpCommunication
@@ -299,5 +299,5 @@ def test_meta_and_the_real_ops_refuse_alike(device: str) -> None:
                 ops.dispatch(*a, **k)
             texts.append(str(error.value).splitlines()[0])
         assert texts[0] == texts[1] and texts[0].startswith("dispatch: ")
-    assert group.describe()["rounds"] == 0 and CAPACITY > 4
+    assert group.describe()["rounds"] == 0
     group.destroy()
