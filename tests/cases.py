@@ -234,7 +234,7 @@ def rank_mask(ranks: Sequence[int] | None, ep_size: int) -> torch.Tensor | None:
     if ranks is None:
         return None
     words = [sum(1 << rank % 64 for rank in ranks if rank // 64 == word) for word in range(-(-ep_size // 64))]
-    return torch.tensor(words, dtype=torch.uint64)
+    return torch.tensor(words, dtype=torch.uint64, device="cpu")
 
 
 def backend_config(device: torch.device | str, **options: Any) -> NVLinkOneSidedConfig | ShmOneSidedConfig:

@@ -310,7 +310,7 @@ GROUPS: dict[str, MoEEpCommunication] = {}
 
 
 def run_first_step(rank: Rank) -> list[str]:
-    GROUPS["group"] = group = make_group(CASE, rank.world_size, rank.rank, rank.device, timeout_sec=2)
+    GROUPS["group"] = group = make_group(CASE, rank.world_size, rank.rank, rank.device)
     step = Step(CASE, rank.world_size, rank.rank, 0, rank.device)
     step.dispatch(group)
     step.combine(group)
@@ -320,6 +320,8 @@ def run_first_step(rank: Rank) -> list[str]:
 def run_next_step(rank: Rank, lost: int, how: str) -> tuple[type[BaseException] | None, str, str, str | None]:
     """Rank ``lost`` dies or raises in the place of its dispatch; what the others hear, then, and from last_error()."""
     group = GROUPS["group"]
+    group.timeout_sec = 2
+    dist.barrier()
     if rank.rank == lost:
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -335,6 +337,7 @@ def run_combine_without(rank: Rank, lost: int) -> tuple[type[BaseException] | No
     group = GROUPS["group"]
     step = Step(CASE, rank.world_size, rank.rank, 1, rank.device)
     step.dispatch(group)
+    group.timeout_sec = 2
     dist.barrier()
     if rank.rank == lost:
         os.kill(os.getpid(), signal.SIGKILL)
