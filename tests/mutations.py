@@ -48,11 +48,11 @@ TARGETS_BY_RANK = """\
 
 @dataclass
 class Mutation:
-    """What is taken out: (file, text, other text) replaced in turn; and the tests that are run."""
+    """What is taken out: (file, text, other text) replaced in turn; and the file of tests that is run."""
 
     name: str
     edits: list[tuple[str, str, str]]
-    tests: tuple[str, ...] = (ROWS, PROTOCOL)
+    tests: str = PROTOCOL
 
 
 MUTATIONS = [
@@ -65,36 +65,37 @@ MUTATIONS = [
     Mutation("credit wait removed in combine",
              [(FENCE, REUSE, "    if (kind_ == OpKind::kCombine) return;\n" + REUSE)]),
     Mutation("a flag of the same round taken for completion", [(FENCE, HEARD + " > last", HEARD + " >= last")]),
-    Mutation("done word not posted", [(FENCE, POST_DONE, "      (void)p;\n")], (PROTOCOL,)),
+    Mutation("done word not posted", [(FENCE, POST_DONE, "      (void)p;\n")]),
     Mutation("done word posted a round early", [(FENCE, POST_DONE, POST_DONE.replace("round_ - 1", "round_"))]),
     Mutation("one parity of flags", [(FENCE, PEER_FLAG, PEER_FLAG.replace("round_", "0")),
                                      (FENCE, OWN_FLAG, OWN_FLAG.replace("round_", "0"))]),
     Mutation("one parity of headers", [(FENCE, PEER_HEADER, PEER_HEADER.replace("round_", "0")),
                                        (FENCE, OWN_HEADER, OWN_HEADER.replace("round_", "0"))]),
     Mutation("header not compared", [(FENCE, "      if (!text.empty()) {\n", "      if (false) {\n")],
-             (ROWS, PROTOCOL, FAILURES)),
+             FAILURES),
     Mutation("ids not sanitised", [(DISPATCH, "split.contains(id) ? static_cast<int32_t>(id) : a.invalid_expert_id",
-                                    "static_cast<int32_t>(id)")]),
+                                    "static_cast<int32_t>(id)")], ROWS),
     Mutation("int64 ids narrowed before the comparison",
              [(DISPATCH, "? static_cast<const int64_t*>(a.topk_ids)[at]",
-               "? static_cast<int32_t>(static_cast<const int64_t*>(a.topk_ids)[at])")]),
+               "? static_cast<int32_t>(static_cast<const int64_t*>(a.topk_ids)[at])")], ROWS),
     Mutation("ids of empty rows not written",
-             [(DISPATCH, "        std::fill_n(out_ids, a_.top_k, a_.invalid_expert_id);\n", "")]),
-    Mutation("sums in the order of ranks", [(COMBINE, TARGETS, TARGETS_BY_RANK)]),
+             [(DISPATCH, "        std::fill_n(out_ids, a_.top_k, a_.invalid_expert_id);\n", "")], ROWS),
+    Mutation("sums in the order of ranks", [(COMBINE, TARGETS, TARGETS_BY_RANK)], ROWS),
     Mutation("sums rounded at every step",
              [(COMBINE, "sums[i] += Codec<T>::load(row[i])",
-               "sums[i] = Codec<T>::load(Codec<T>::store(sums[i] + Codec<T>::load(row[i])))")]),
+               "sums[i] = Codec<T>::load(Codec<T>::store(sums[i] + Codec<T>::load(row[i])))")], ROWS),
     Mutation("sums started from zero",
-             [(COMBINE, "sums[i] = Codec<T>::load(row[i]);", "sums[i] = 0 + Codec<T>::load(row[i]);")]),
+             [(COMBINE, "sums[i] = Codec<T>::load(row[i]);", "sums[i] = 0 + Codec<T>::load(row[i]);")], ROWS),
     Mutation("tokens without a target not zeroed",
-             [(COMBINE, "      std::memset(out, 0, static_cast<size_t>(row_bytes));\n", "")]),
-    Mutation("masked ranks summed", [(COMBINE, " || !HostFence::is_active(mask, rank)) continue;", ") continue;")]),
+             [(COMBINE, "      std::memset(out, 0, static_cast<size_t>(row_bytes));\n", "")], ROWS),
+    Mutation("masked ranks summed",
+             [(COMBINE, " || !HostFence::is_active(mask, rank)) continue;", ") continue;")], ROWS),
     Mutation("second thread not refused",
-             [(FENCE, "if (!state_.busy.compare_exchange_strong(expected, true))", "if (expected)")], (FAILURES,)),
+             [(FENCE, "if (!state_.busy.compare_exchange_strong(expected, true))", "if (expected)")], FAILURES),
     Mutation("failure forgotten",
              [(FENCE, "TimeoutError(state_.failure);", "TimeoutError(std::exchange(state_.failure, \"\"));")],
-             (FAILURES,)),
-    Mutation("names of windows not removed", [(SHM, "if (linked_) shm_unlink(name_.c_str());", "")], (FAILURES,)),
+             FAILURES),
+    Mutation("names of windows not removed", [(SHM, "if (linked_) shm_unlink(name_.c_str());", "")], FAILURES),
 ]
 
 
@@ -114,7 +115,7 @@ def build(tree: Path) -> None:
         sys.exit(f"mutations.py: the copy does not build:\n{done.stdout}{done.stderr}")
 
 
-def failing(tree: Path, tests: tuple[str, ...]) -> Counter[str]:
+def failing(tree: Path, *tests: str) -> Counter[str]:
     """Failing test functions and in how many of their cases."""
     files = [f"tests/{name}" for name in tests]
     done = subprocess.run(
@@ -135,9 +136,9 @@ def main() -> int:
         built = shutil.ignore_patterns(".git", ".venv", "dist", "build", "__pycache__", "*.so")
         shutil.copytree(ROOT, tree, ignore=built)
         # A rank that waits for what never comes need not wait long.
-        replace_once(tree / "tests" / "cases.py", "TIMEOUT_SEC = 20\n", "TIMEOUT_SEC = 6\n")
+        replace_once(tree / "tests" / "cases.py", "TIMEOUT_SEC = 20\n", "TIMEOUT_SEC = 10\n")
         build(tree)
-        broken = failing(tree, (ROWS, PROTOCOL, FAILURES))
+        broken = failing(tree, ROWS, PROTOCOL, FAILURES)
         if broken:
             sys.exit(f"mutations.py: tests fail without any mutation: {dict(broken)}")
         for mutation in chosen:

@@ -66,14 +66,20 @@ class RankPool:
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
         """``function(Rank, *args)`` on every rank; results by rank. Raises :class:`RankError` or TimeoutError."""
-        outcomes = self.outcomes(function, *args, timeout=timeout)
+        outcomes = self.outcomes(function, *args, timeout=timeout, grace=1)
         for rank, outcome in enumerate(outcomes):
             if isinstance(outcome, RankError):
                 raise RankError(rank, outcome.error, outcome.args[0])
         return outcomes
 
-    def outcomes(self, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
-        """Like :meth:`run`, with a :class:`RankError` in the place of the result of a rank that raised or died."""
+    def outcomes(
+        self, function: Callable[..., Any], *args: Any, timeout: float = 120, grace: float | None = None
+    ) -> list[Any]:
+        """Like :meth:`run`, with a :class:`RankError` in the place of the result of a rank that raised or died.
+
+        With ``grace``, ranks that have not finished so many seconds after another one raised are ended, and None is
+        their result: they wait for what will not come.
+        """
         request = pickle.dumps((function, args))
         for connection in self._connections:
             connection.send_bytes(request)
@@ -82,6 +88,9 @@ class RankPool:
         deadline = time.monotonic() + timeout
         while pending:
             ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready and grace is not None and any(isinstance(outcome, RankError) for outcome in outcomes):
+                self.close(kill=True)
+                return outcomes
             if not ready:
                 missing = sorted(pending.values())
                 self.close()
@@ -94,14 +103,18 @@ class RankPool:
                     self.alive = False
                     ok, value = False, ("died", "the process died")
                 outcomes[rank] = value if ok else RankError(rank, *value)
+                if not ok and grace is not None:
+                    deadline = min(deadline, time.monotonic() + grace)
         return outcomes
 
-    def close(self) -> None:
-        """Ends the processes. Idempotent."""
+    def close(self, kill: bool = False) -> None:
+        """Ends the processes, which take their leave unless ``kill``. Idempotent."""
         self.alive = False
         for connection in self._connections:
             connection.close()
         for process in self.processes:
+            if kill:
+                process.kill()
             process.join(timeout=2)
             if process.is_alive():
                 process.kill()
