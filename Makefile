@@ -74,7 +74,8 @@ lint: $(INSTALLED)  ## the linters, on every file that git knows; formats in pla
 	PATH="$(PREFIX)/bin:$$PATH" $(PYTHON) -m pre_commit run --all-files
 
 sdist: $(INSTALLED)  ## dist/*.tar.gz
-	$(PYTHON) -c 'from setuptools import build_meta; print(build_meta.build_sdist("dist"))'
+	@$(PYTHON) -c 'from setuptools import build_meta; build_meta.build_sdist("dist")' >/dev/null
+	@ls -t dist/*.tar.gz | head -n 1
 
 wheel: $(INSTALLED)  ## dist/*.whl
 	$(PYTHON) -m pip wheel --no-build-isolation --no-deps -w dist .
