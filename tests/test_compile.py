@@ -15,7 +15,18 @@ import expecttest
 import pytest
 import torch
 from ranks import Rank, RankPool
-from tiny_model import CAPACITY, HIDDEN, ClassLayer, Layer, make_model, make_reference, open_group, route, tokens
+from tiny_model import (
+    CAPACITY,
+    HIDDEN,
+    PATIENCE,
+    ClassLayer,
+    Layer,
+    make_model,
+    make_reference,
+    open_group,
+    route,
+    tokens,
+)
 from torch._dynamo.testing import CompileCounterWithBackend, normalize_gm
 from torch._dynamo.utils import counters
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
@@ -82,7 +93,7 @@ def compare_pair(rank: Rank, through: str, dynamic: bool | None) -> list[int]:
 def test_ops_give_the_bits_of_eager(
     ranks: Callable[[int], RankPool], through: str, dynamic: bool | None, world_size: int
 ) -> None:
-    assert ranks(world_size).run(compare_pair, through, dynamic) == [[]] * world_size
+    assert ranks(world_size).run(compare_pair, through, dynamic, timeout=PATIENCE) == [[]] * world_size
 
 
 # --- A model of several layers --------------------------------------------------------------------------------------
@@ -106,11 +117,11 @@ def compare_model(rank: Rank, through: str) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_model_equals_eager_and_one_process(ranks: Callable[[int], RankPool], world_size: int) -> None:
-    ranks(world_size).run(compare_model, "functions")
+    ranks(world_size).run(compare_model, "functions", timeout=PATIENCE)
 
 
 def test_model_through_the_classes(ranks: Callable[[int], RankPool]) -> None:
-    ranks(2).run(compare_model, "classes")
+    ranks(2).run(compare_model, "classes", timeout=PATIENCE)
 
 
 # --- Graphs ---------------------------------------------------------------------------------------------------------
@@ -271,12 +282,12 @@ def check_interleaved(rank: Rank, one_communicator: bool) -> tuple[list[str], li
 
 def test_interleaved_steps_of_two_communicators_keep_their_order(ranks: Callable[[int], RankPool]) -> None:
     # Rounds of a: 1 2 3 dispatches, 4 combine. Of b: 1 dispatch, 2 combine, 3 dispatch. Then the same again in eager.
-    assert ranks(2).run(check_interleaved, False) == [(PROGRAM, [[1, 1, 3], [5, 4, 6]], [8, 6])] * 2
+    assert ranks(2).run(check_interleaved, False, timeout=PATIENCE) == [(PROGRAM, [[1, 1, 3], [5, 4, 6]], [8, 6])] * 2
 
 
 def test_interleaved_steps_of_one_communicator_keep_their_order(ranks: Callable[[int], RankPool]) -> None:
     program = [call[:-1] + "b" for call in PROGRAM]
-    assert ranks(2).run(check_interleaved, True) == [(program, [[1, 2, 7], [8, 9, 14]], [14, 14])] * 2
+    assert ranks(2).run(check_interleaved, True, timeout=PATIENCE) == [(program, [[1, 2, 7], [8, 9, 14]], [14, 14])] * 2
 
 
 def test_order_survives_training(device: str) -> None:
@@ -426,7 +437,7 @@ def compare_early_output(rank: Rank) -> None:
 
 
 def test_an_early_output_outlives_later_steps(ranks: Callable[[int], RankPool]) -> None:
-    ranks(2).run(compare_early_output)
+    ranks(2).run(compare_early_output, timeout=PATIENCE)
 
 
 def test_combine_into_a_given_tensor(device: str) -> None:

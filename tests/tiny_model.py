@@ -13,7 +13,8 @@ import torch_moe_ep
 from torch_moe_ep import BootstrapConfig, MoEEpCommParams, MoEEpCommunication
 
 EXPERTS, TOP_K, CAPACITY, HIDDEN, INNER = 6, 2, 64, 16, 8
-BACKENDS = {"cpu": "shm_one_sided", "cuda": "nvlink_one_sided"}
+PATIENCE = 300
+"""Seconds for what compiles C++: far beyond what it takes, also where other work has the cores."""
 
 
 def open_group(
@@ -61,7 +62,7 @@ class Layer(nn.Module):
 
     def __init__(self, group: MoEEpCommunication, number: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.comm, self.ep_size, self.params, self.timeout_sec = group.comm, group.ep_size, group.params, 60
+        self.comm, self.ep_size, self.params, self.timeout_sec = group.comm, group.ep_size, group.params, PATIENCE
         self.register_buffer("order", group.order, persistent=False)
         local = torch.tensor(list(group.local_experts), dtype=torch.int32, device=group.order.device)
         self.register_buffer("local", local, persistent=False)

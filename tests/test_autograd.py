@@ -1,0 +1,239 @@
+"""Gradients: the backward of dispatch is a combine and the other way round, in eager and compiled code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from ranks import Rank, RankPool
+from tiny_model import CAPACITY, HIDDEN, PATIENCE, make_model, make_reference, open_group, route, tokens
+from torch import nn
+from torch.utils import checkpoint
+
+import torch_moe_ep
+from torch_moe_ep import MoEEpCommunication
+
+
+def differentiable_step(
+    group: MoEEpCommunication, ids: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, scale: torch.Tensor
+) -> torch.Tensor:
+    """Nonlinear in every input; ``scale`` stands for the parameters of experts."""
+    got = torch_moe_ep.dispatch(group, x, ids, weights, tokens_per_rank=8)
+    holds_token = (got.topk_ids >= 0).any(1, keepdim=True)
+    rows = torch.where(holds_token, got.hidden_states, 0)
+    gate = torch.where(holds_token, got.topk_weights, 0).prod(1, keepdim=True)
+    return torch_moe_ep.combine(group, (rows * scale).sin() * gate, got.routing, num_tokens=x.shape[0])
+
+
+def step_inputs(rank: int, device: torch.device | str) -> tuple[torch.Tensor, ...]:
+    """ids (a token goes nowhere, one to an expert twice), and float64 inputs that want gradients."""
+    ids = torch.tensor([[0, 5], [-1, -1], [4, 4], [2, 1]], device=device)
+    x = tokens(4, rank, torch.float64, device)[:, :3].contiguous().requires_grad_()
+    weights = torch.rand(4, 2, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(device)
+    return ids, x, weights.requires_grad_(), torch.full((3,), 0.7, device=device, dtype=torch.float64).requires_grad_()
+
+
+def test_gradcheck(device: str) -> None:
+    group = open_group(0, 1, device, dtype=torch.float64)
+    ids, *inputs = step_inputs(0, device)
+    assert torch.autograd.gradcheck(partial(differentiable_step, group, ids), inputs)
+    group.destroy()
+
+
+def gradients_by_differences(rank: Rank) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The gradient of the sum over all ranks of a function of the outputs, by backward and by central differences.
+    Every rank moves the same element of its own input in step; so each also sees the effect of its peers' moves, and
+    the sum over ranks of the differences must be the sum over ranks of the gradients."""
+    group = open_group(rank.rank, rank.world_size, rank.device.type, dtype=torch.float64)
+    ids, *inputs = step_inputs(rank.rank, rank.device)
+
+    def loss() -> torch.Tensor:
+        return differentiable_step(group, ids, *inputs).exp().sum()
+
+    loss().backward()
+    results, epsilon = [], 1e-6
+    for tensor in inputs:
+        differences = torch.zeros_like(tensor)
+        for i in range(tensor.numel()):
+            sides = []
+            for step in (epsilon, -epsilon):
+                with torch.no_grad():
+                    tensor.view(-1)[i] += step
+                    sides.append(loss().detach())
+                    tensor.view(-1)[i] -= step
+            differences.view(-1)[i] = (sides[0] - sides[1]) / (2 * epsilon)
+        results.append((tensor.grad.cpu(), differences.cpu()))
+    group.destroy()
+    return results
+
+
+def test_gradients_across_ranks_are_those_of_finite_differences(ranks: Callable[[int], RankPool]) -> None:
+    by_rank = ranks(2).run(gradients_by_differences, timeout=PATIENCE)
+    for results in zip(*by_rank, strict=True):
+        gradient, differences = (sum(tensors) for tensors in zip(*results, strict=True))
+        torch.testing.assert_close(gradient, differences, rtol=1e-6, atol=1e-7)
+
+
+# --- A model against one process --------------------------------------------------------------------------------------
+
+
+def run_and_take_gradients(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Gradients of the mean square, by parameter name, ``x`` among them."""
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    model(x).square().sum().backward()
+    return {"x": x.grad} | {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def expected_gradients(rank: Rank, layers: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Of one process that has the tokens of all ranks; of experts, those that this rank owns. A router is replicated:
+    this rank's share of its gradient comes from its own tokens alone."""
+    reference = make_reference(layers, dtype, rank.device)
+    everything = [count_tokens(r, dtype, rank.device) for r in range(rank.world_size)]
+    expected = run_and_take_gradients(reference, torch.cat(everything))
+    own = run_and_take_gradients(reference, everything[rank.rank])
+    local = torch_moe_ep.MoEEpCommParams(6, 2, CAPACITY, HIDDEN).local_experts(rank.rank, rank.world_size)
+    first = sum(len(x) for x in everything[: rank.rank])
+    return {
+        name: gradient[first : first + len(everything[rank.rank])]
+        if name == "x"
+        else own[name]
+        if name.endswith("router")
+        else gradient[local.start : local.stop]
+        for name, gradient in expected.items()
+    }
+
+
+def count_tokens(rank: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return tokens(7 - 3 * rank, rank, dtype, device)
+
+
+class Checkpointed(nn.Sequential):
+    """Every layer under activation checkpointing: plain, or keeping what the ops returned."""
+
+    def __init__(self, layers: nn.Sequential, selective: bool) -> None:
+        super().__init__(*layers)
+        self.context = partial(checkpoint.create_selective_checkpoint_contexts, keep_ops) if selective else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        options = {} if self.context is None else {"context_fn": self.context}
+        for layer in self:
+            x = checkpoint.checkpoint(layer, x, use_reentrant=False, **options)
+        return x
+
+
+def keep_ops(_: object, op: object, *args: object, **kwargs: object) -> checkpoint.CheckpointPolicy:
+    ours = op in (torch.ops.moe_ep.dispatch.default, torch.ops.moe_ep.combine.default)
+    return checkpoint.CheckpointPolicy.MUST_SAVE if ours else checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+
+
+FORWARD_ROUNDS, BACKWARD_ROUNDS = 2 * 2, 2 * 3  # of two layers; backward: of combine, of hidden_states, of weights
+
+
+def train(rank: Rank, checkpointing: str, compiled: bool) -> int:
+    """Compares the gradients; returns the number of rounds beyond those of a plain forward and backward."""
+    torch._dynamo.reset()
+    group = open_group(rank.rank, rank.world_size, rank.device.type, dtype=torch.float64)
+    model: nn.Module = make_model([group, group], torch.float64)
+    if checkpointing != "none":
+        model = Checkpointed(model, selective=checkpointing == "selective")
+    run = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager") if compiled else model
+    got = run_and_take_gradients(run, count_tokens(rank.rank, torch.float64, rank.device))
+    extra = group.describe()["rounds"] - FORWARD_ROUNDS - BACKWARD_ROUNDS
+    group.destroy()
+    expected = expected_gradients(rank, 2, torch.float64)
+    assert {name.removeprefix("_orig_mod.") for name in got} == set(expected)
+    for name, gradient in got.items():
+        torch.testing.assert_close(
+            gradient, expected[name.removeprefix("_orig_mod.")], msg=lambda m, n=name: f"{n}: {m}"
+        )
+    return extra
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("checkpointing", ["none", "plain", "selective"])
+def test_training_equals_one_process(ranks: Callable[[int], RankPool], checkpointing: str, compiled: bool) -> None:
+    """Plain checkpointing sends everything again; keeping the ops' outputs sends nothing twice. Compiled, PyTorch decides
+    what plain checkpointing repeats (2.11 keeps these outputs, 2.13 does not), and decides alike on every rank."""
+    extra = ranks(2).run(train, checkpointing, compiled, timeout=PATIENCE)
+    again = {"none": {0}, "plain": {0, FORWARD_ROUNDS} if compiled else {FORWARD_ROUNDS}, "selective": {0}}
+    assert extra[0] == extra[1] and extra[0] in again[checkpointing]
+
+
+def compare_compiled_training(rank: Rank) -> None:
+    torch._dynamo.reset()
+    group = open_group(rank.rank, rank.world_size, rank.device.type)
+    model = make_model([group])
+    x = tokens(5 + rank.rank, rank.rank, device=rank.device)
+    eager = run_and_take_gradients(model, x)
+    compiled = run_and_take_gradients(torch.compile(model, fullgraph=True, dynamic=True), x)
+    for mine, theirs in zip(compiled.values(), eager.values(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    group.destroy()
+
+
+def test_inductor_training_equals_eager(ranks: Callable[[int], RankPool]) -> None:
+    ranks(2).run(compare_compiled_training, timeout=PATIENCE)
+
+
+# --- Rows that hold no token ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _nan_in_fresh_tensors() -> object:
+    """New tensors are filled with NaN, so that whoever reads an unspecified row shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.usefixtures("_nan_in_fresh_tensors")
+def test_rows_without_a_token_do_not_reach_a_gradient(device: str) -> None:
+    group = open_group(0, 1, device)
+    ids = torch.tensor([[0, 5], [-1, -1], [4, 4]], device=device)
+    x, weights = tokens(3, device=device).requires_grad_(), torch.ones(3, 2, device=device).requires_grad_()
+    got = torch_moe_ep.dispatch(group, x, ids, weights)
+    empty = (got.topk_ids < 0).all(1)
+    assert empty.sum() == CAPACITY - 2 and got.hidden_states[empty].isnan().all()
+    # An expert that computes on every row: empty ones give NaN, and NaN comes back for them.
+    rows = got.hidden_states * got.topk_weights.sum(1, keepdim=True)
+    rows.retain_grad()
+    out = torch_moe_ep.combine(group, rows, got.routing, num_tokens=3)
+    out.sum().backward()
+    assert rows.grad[empty].eq(0).all()  # whatever a weight gradient sums over empty rows has this factor
+    torch.testing.assert_close(out, x * torch.tensor([[2.0], [0.0], [2.0]], device=device))
+    torch.testing.assert_close(x.grad, torch.tensor([[2.0], [0.0], [2.0]], device=device).expand_as(x))
+    sums = x.detach().sum(1, keepdim=True) * torch.tensor([[1.0], [0.0], [1.0]], device=device)
+    torch.testing.assert_close(weights.grad, sums.expand_as(weights))
+    group.destroy()
+
+
+@pytest.mark.usefixtures("_nan_in_fresh_tensors")
+def test_gradients_of_a_model_are_finite(device: str) -> None:
+    group = open_group(0, 1, device)
+    gradients = run_and_take_gradients(make_model([group, group]), tokens(5, device=device))
+    reference = run_and_take_gradients(make_reference(2, torch.float32, device), tokens(5, device=device))
+    for mine, theirs in zip(gradients.values(), reference.values(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    group.destroy()
+
+
+def test_no_gradient_is_sent_for_inputs_that_want_none(device: str) -> None:
+    group = open_group(0, 1, device)
+    x = tokens(5, device=device)
+    ids, weights = route(x, tokens(16, 99, device=device)[:, :6])
+
+    def rounds_of(x: torch.Tensor, weights: torch.Tensor) -> int:
+        got = torch_moe_ep.dispatch(group, x, ids, weights)
+        loss = got.hidden_states.sum() + got.topk_weights.sum()
+        before = group.describe()["rounds"]
+        loss.backward()
+        return group.describe()["rounds"] - before
+
+    assert rounds_of(x.clone().requires_grad_(), weights) == 1
+    assert rounds_of(x, weights.clone().requires_grad_()) == 1
+    assert rounds_of(x.clone().requires_grad_(), weights.clone().requires_grad_()) == 2
+    group.destroy()
