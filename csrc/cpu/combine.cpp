@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "csrc/cpu/huge_pages.h"
 #include "csrc/limits.h"
 #include "csrc/numeric.h"
 #include "csrc/transport/fence.h"
@@ -127,7 +126,6 @@ void combine(Communicator& comm, const CombineArgs& a) {
     fence.signal(peer, header);
   }
 
-  if (a.out_stride == row_bytes) prefer_huge_pages(a.out, a.num_tokens * row_bytes);
   fence.wait_all(header, [](int32_t, const StepHeader&) {});
   fence.delay(DelayPoint::kAfterFlags);
   const int32_t* targets = a.routing + static_cast<int64_t>(1 + comm.ep_size()) * a.tokens_per_rank;

@@ -3,7 +3,6 @@
 #include <cstring>
 #include <vector>
 
-#include "csrc/cpu/huge_pages.h"
 #include "csrc/limits.h"
 #include "csrc/routing.h"
 #include "csrc/transport/fence.h"
@@ -155,7 +154,6 @@ void dispatch(Communicator& comm, const DispatchArgs& a) {
     fence.signal(peer, header);
   }
 
-  prefer_huge_pages(a.out_hidden, static_cast<int64_t>(comm.ep_size()) * a.tokens_per_rank * a.hidden.bytes);
   const Receiver receiver(a, split, comm.rank(), comm.ep_size());
   const Source none{{}, {}, {}, ids.data(), nullptr, 0};
   for (int32_t src = 0; src < comm.ep_size(); ++src) {
