@@ -28,7 +28,7 @@ struct WindowShape {
 };
 
 // What a rank says about its step, put beside its flag. Sixteen 32-bit words, so that it is four 16-byte stores.
-struct StepHeader {
+struct alignas(16) StepHeader {
   int32_t tokens;           // T
   int32_t tokens_per_rank;  // R
   int32_t top_k;            // K (dispatch), M (combine)

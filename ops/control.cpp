@@ -65,9 +65,10 @@ PYBIND11_MODULE(_C, m) {
         "Thread blocks of the kernels that the device holds at once. Loads the kernels.");
   m.def(
       "force_plan",
-      [](const std::string& name, int32_t groups, int32_t pieces, int32_t threads) {
-        find(name)->device_end()->forced = {groups, pieces, groups > 0 ? 1 : 0, threads};
+      [](const std::string& name, int32_t groups, int32_t pieces, int32_t threads, bool descending) {
+        find(name)->device_end()->forced = {groups, pieces, groups > 0 ? 1 : 0, threads, descending};
       },
+      py::arg("name"), py::arg("groups"), py::arg("pieces"), py::arg("threads"), py::arg("descending") = true,
       "Benchmarks only: cuts every step into groups * pieces blocks; groups = 0 returns to the own choice.");
 #else
   m.attr("has_cuda") = false;

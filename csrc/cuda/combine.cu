@@ -32,6 +32,7 @@ struct CombineShared {
   int32_t count;
   const char* source[kTile];
   char* target[kTile];
+  const char* partial[kTile];  // [token, target] of the sum, null where there is none
 };
 
 __device__ __forceinline__ float to_sum(float x) { return x; }
@@ -56,6 +57,7 @@ class CombineBlock {
         fence_(p.comm, OpKind::kCombine, p.args.mask, shared.fence),
         group_(static_cast<int32_t>(blockIdx.x) / p.plan.pieces),
         groups_(p.plan.groups),
+        descending_(p.plan.descending),
         first_byte_(static_cast<int32_t>(blockIdx.x) % p.plan.pieces * p.plan.piece_bytes) {
     const int64_t left = a_.expert_output.bytes - first_byte_;
     units_ = static_cast<int32_t>((left < 0 ? 0 : left < p.plan.piece_bytes ? left : p.plan.piece_bytes) / BYTES);
@@ -64,6 +66,8 @@ class CombineBlock {
   __device__ void run() {
     if (c_.ep_size == 1) {
       __syncthreads();
+      launch_dependents();
+      list_partials(0);
     } else {
       put();
       StepHeader header{};
@@ -74,10 +78,11 @@ class CombineBlock {
       header.dispatch_round = a_.tokens_per_rank > 0 ? a_.routing[0] : 0;
       fence_.put_header(header);
       fence_.signal(a_.num_tokens);
+      list_partials(0);  // while the flags travel
       fence_.await(static_cast<int32_t>(blockIdx.x), header);
+      launch_dependents();
       fence_.check_headers(header);
     }
-    launch_dependents();
     if (a_.max_targets <= 1) {
       reduce<1, 8>();
     } else if (a_.max_targets <= 2) {
@@ -91,7 +96,11 @@ class CombineBlock {
 
  private:
   __device__ int32_t share_of(int32_t n) const { return n > group_ ? (n - group_ + groups_ - 1) / groups_ : 0; }
-  __device__ int32_t token(int32_t i) const { return group_ + i * groups_; }
+  // The i-th of the first n tokens of the group that this kernel takes. From the last to the first where the plan says
+  // so: what the kernels before wrote last is what the cache still holds.
+  __device__ int32_t token(int32_t i, int32_t n) const {
+    return group_ + (descending_ ? share_of(n) - 1 - i : i) * groups_;
+  }
   __device__ const char* partial_of(int32_t source, int32_t t) const {
     return a_.expert_output.data + (static_cast<int64_t>(source) * a_.tokens_per_rank + t) * a_.expert_output.stride +
            first_byte_;
@@ -107,7 +116,7 @@ class CombineBlock {
       __syncthreads();
       const int32_t end = pairs - begin < kTile ? pairs : begin + kTile;
       for (int32_t q = begin + static_cast<int32_t>(threadIdx.x); q < end; q += static_cast<int32_t>(blockDim.x)) {
-        const int32_t source = (c_.rank + 1 + q / tokens) % c_.ep_size, t = token(q % tokens);
+        const int32_t source = (c_.rank + 1 + q / tokens) % c_.ep_size, t = token(q % tokens, a_.tokens_per_rank);
         const int32_t slot = a_.routing[static_cast<int64_t>(1 + source) * a_.tokens_per_rank + t];
         if (slot < 0 || slot >= a_.max_targets || !fence_.is_peer(source)) continue;
         const int32_t at = atomicAdd(&shared_.count, 1);
@@ -125,29 +134,35 @@ class CombineBlock {
     } while (begin < pairs);
   }
 
+  // Tokens of a tile of the sum: their partials fill the list.
+  __device__ int32_t tile_tokens() const { return kTile / a_.max_targets; }
+
+  __device__ void list_partials(int32_t begin) {
+    const int32_t tokens = share_of(a_.num_tokens), targets = a_.max_targets;
+    const int32_t n = tokens - begin < tile_tokens() ? tokens - begin : tile_tokens();
+    for (int32_t i = static_cast<int32_t>(threadIdx.x); i < n * targets; i += static_cast<int32_t>(blockDim.x)) {
+      const int32_t t = token(begin + i / targets, a_.num_tokens), j = i % targets;
+      const int32_t rank = a_.routing[static_cast<int64_t>(1 + c_.ep_size + j) * a_.tokens_per_rank + t];
+      const bool counts = rank >= 0 && rank < c_.ep_size && fence_.is_active(rank) && fence_.is_active(c_.rank);
+      shared_.partial[i] = !counts           ? nullptr
+                           : rank == c_.rank ? partial_of(rank, t)
+                                             : fence_.own().landing(c_.offsets, c_.shape, t, j) + first_byte_;
+    }
+  }
+
   // J partials of each of U units are loaded before the first is added.
   template <int J, int U>
   __device__ void reduce() {
-    const int32_t tokens = share_of(a_.num_tokens), targets = a_.max_targets;
-    const int32_t tile = kTile / targets;
-    const Window own = fence_.own();
-    const bool here = fence_.is_active(c_.rank);
+    const int32_t tokens = share_of(a_.num_tokens), tile = tile_tokens();
     for (int32_t begin = 0; begin < tokens; begin += tile) {
+      if (begin > 0) {
+        __syncthreads();
+        list_partials(begin);
+      }
+      __syncthreads();
       const int32_t n = tokens - begin < tile ? tokens - begin : tile;
-      __syncthreads();
-      for (int32_t i = static_cast<int32_t>(threadIdx.x); i < n * targets; i += static_cast<int32_t>(blockDim.x)) {
-        const int32_t t = token(begin + i / targets), j = i % targets;
-        const int32_t rank = a_.routing[static_cast<int64_t>(1 + c_.ep_size + j) * a_.tokens_per_rank + t];
-        const bool counts = here && rank >= 0 && rank < c_.ep_size && fence_.is_active(rank);
-        shared_.source[i] = !counts              ? nullptr
-                            : rank == c_.rank    ? partial_of(rank, t)
-                                                 : own.landing(c_.offsets, c_.shape, t, j) + first_byte_;
-      }
-      __syncthreads();
       RowWalk walk(units_ > 0 ? units_ : 1);
-      while (walk.row < n && units_ > 0) {
-        sum_units<J, U>(walk, begin, n, targets);
-      }
+      while (walk.row < n && units_ > 0) sum_units<J, U>(walk, begin, n, a_.max_targets);
     }
   }
 
@@ -171,7 +186,7 @@ class CombineBlock {
         if (first > 0) load_partials<J>(values[u], row[u], unit[u], first, n, targets);
 #pragma unroll
         for (int j = 0; j < J; ++j) {
-          if (first + j >= targets || shared_.source[row[u] * targets + first + j] == nullptr) continue;
+          if (first + j >= targets || shared_.partial[row[u] * targets + first + j] == nullptr) continue;
           const T* x = reinterpret_cast<const T*>(&values[u][j]);
 #pragma unroll
           for (int e = 0; e < kElements; ++e) sums[e] = any ? sums[e] + to_sum(x[e]) : to_sum(x[e]);
@@ -184,7 +199,7 @@ class CombineBlock {
       for (int e = 0; e < kElements; ++e) {
         if (any) round_to(y[e], sums[e]);
       }
-      char* to = a_.out + token(begin + row[u]) * a_.out_stride + first_byte_;
+      char* to = a_.out + token(begin + row[u], a_.num_tokens) * a_.out_stride + first_byte_;
       reinterpret_cast<Unit<BYTES>*>(to)[unit[u]] = out;
     }
   }
@@ -195,7 +210,7 @@ class CombineBlock {
 #pragma unroll
     for (int j = 0; j < J; ++j) {
       if (row >= n || first + j >= targets) continue;
-      const char* from = shared_.source[row * targets + first + j];
+      const char* from = shared_.partial[row * targets + first + j];
       if (from != nullptr) values[j] = load(reinterpret_cast<const Unit<BYTES>*>(from) + unit);
     }
   }
@@ -205,6 +220,7 @@ class CombineBlock {
   CombineShared& shared_;
   DeviceFence<MASK> fence_;
   const int32_t group_, groups_;
+  const bool descending_;
   const int64_t first_byte_;
   int32_t units_;
 };

@@ -34,23 +34,6 @@ struct DispatchShared {
   int32_t row[kTile];           // of the output
 };
 
-// Which distinct ranks a top-k row has named so far.
-struct SeenRanks {
-  uint64_t words[kMaskWords] = {};
-  // Whether the rank is new; adds it.
-  __device__ bool add(int32_t rank) {
-    const uint64_t bit = 1ull << (rank & 63);
-    bool fresh = false;
-#pragma unroll
-    for (int w = 0; w < kMaskWords; ++w) {  // constant indices keep the words in registers
-      if (w != rank >> 6) continue;
-      fresh = (words[w] & bit) == 0;
-      words[w] |= bit;
-    }
-    return fresh;
-  }
-};
-
 template <int BYTES, bool MASK>
 class DispatchBlock {
  public:
@@ -84,14 +67,13 @@ class DispatchBlock {
       fence_.put_header(header);
       fence_.signal(a_.num_tokens);
     }
-    write_own_targets();
     if (threadIdx.x == 0) shared_.fence.tokens[c_.rank] = fence_.is_active(c_.rank) ? a_.num_tokens : 0;
     receive(c_.rank, 1);
     if (!alone) {
       fence_.await(group_ * pieces_, header);
       launch_dependents();
-      receive(c_.rank + 1, c_.ep_size - 1);
       fence_.check_headers(header);
+      receive(c_.rank + 1, c_.ep_size - 1);
     }
     gather_eplb();
   }
@@ -166,39 +148,15 @@ class DispatchBlock {
     }
   }
 
-  // Rows 1 + W .. of routing, and row 0.
-  __device__ void write_own_targets() {
-    const int64_t r = a_.tokens_per_rank;
-    const int32_t max_targets = a_.top_k < c_.ep_size ? a_.top_k : c_.ep_size;
-    int32_t* out = a_.routing + (1 + c_.ep_size) * r;
-    for (int32_t i = piece_ + pieces_ * static_cast<int32_t>(threadIdx.x); i < step_tokens_;
-         i += pieces_ * static_cast<int32_t>(blockDim.x)) {
-      const int32_t t = token(i);
-      int32_t count = 0;
-      SeenRanks seen;
-      for (int32_t k = 0; k < a_.top_k && t < a_.num_tokens; ++k) {
-        const int32_t id = own_id(t, k);
-        if (!split_.contains(id)) continue;
-        const int32_t rank = split_.owner(id);
-        if (seen.add(rank)) out[r * count++ + t] = rank;
-      }
-      for (; count < max_targets; ++count) out[r * count + t] = -1;
-      a_.routing[t] = t == 0 ? static_cast<int32_t>(fence_.round() & 0x7FFFFFFF) : 0;
-    }
-  }
-
   // Takes what sources first_source, ... (modulo W) hold for this rank: this block's tokens, this block's bytes.
-  __device__ void receive(int32_t first_source, int32_t sources) {
+  __device__ __noinline__ void receive(int32_t first_source, int32_t sources) {
     const int32_t pairs = sources * step_tokens_;
     for (int32_t begin = 0; begin < pairs; begin += kTile) {
       __syncthreads();  // the list of the tile before has been read, tokens[] is written
       if (threadIdx.x == 0) shared_.count = 0;
       __syncthreads();
       const int32_t end = pairs - begin < kTile ? pairs : begin + kTile;
-      for (int32_t q = begin + static_cast<int32_t>(threadIdx.x); q < end; q += static_cast<int32_t>(blockDim.x)) {
-        const int32_t source = (first_source + q / step_tokens_) % c_.ep_size;
-        look_at(q, source, token(q % step_tokens_));
-      }
+      look_at(first_source, begin, end);
       __syncthreads();
       copy_rows<BYTES, 4>(
           shared_.count, units_, [&](int32_t i) { return shared_.source[i]; },
@@ -206,29 +164,62 @@ class DispatchBlock {
     }
   }
 
-  // One pair: lists its row if it is routed here, and writes what else the row consists of if it is this piece's turn.
-  __device__ void look_at(int32_t q, int32_t source, int32_t t) {
-    const bool own = source == c_.rank;
-    const Window window = fence_.own();
-    const int32_t* ids = window.ids(c_.offsets, c_.shape, source) + static_cast<int64_t>(t) * a_.top_k;
-    int32_t slot = -1;
-    if (t < shared_.fence.tokens[source]) {
-      int32_t count = 0;
-      SeenRanks seen;
-      for (int32_t k = 0; k < a_.top_k; ++k) {
-        const int32_t id = own ? own_id(t, k) : ids[k];
-        if (!split_.contains(id)) continue;
-        const int32_t rank = split_.owner(id);
-        if (!seen.add(rank)) continue;
-        if (rank == c_.rank) {
-          slot = count;
-          break;
-        }
-        ++count;
+  // Pairs [begin, end), 8, 16 or 32 threads per pair, one per id: lists the rows that are routed here, and writes what else
+  // a row consists of where it is this piece's turn. The ids of several pairs are loaded before the first is looked
+  // at, for every one of these loads is a trip to memory.
+  __device__ void look_at(int32_t first_source, int32_t begin, int32_t end) {
+    constexpr int kAhead = 4;
+    const int32_t lanes = a_.top_k <= 8 ? 8 : a_.top_k <= 16 ? 16 : 32;
+    const int32_t step = static_cast<int32_t>(blockDim.x) / lanes;
+    const int32_t first = begin + static_cast<int32_t>(threadIdx.x) / lanes;
+    const int32_t k = static_cast<int32_t>(threadIdx.x) % lanes;
+    for (int32_t base = first; base - first + begin < end; base += kAhead * step) {
+      int32_t id[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int32_t q = base + i * step;
+        id[i] = -1;
+        if (q >= end || k >= a_.top_k) continue;
+        const int32_t source = source_of(first_source, q), t = token(q % step_tokens_);
+        if (t >= shared_.fence.tokens[source]) continue;
+        id[i] = source == c_.rank ? own_id(t, k) : peer_ids(source, t)[k];
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int32_t q = base + i * step;
+        if (q - first + begin >= end) break;  // no thread of the block has a pair left
+        look_at_pair(q, q < end, source_of(first_source, q), id[i], k, lanes);
       }
     }
+  }
+
+  __device__ int32_t source_of(int32_t first_source, int32_t q) const {
+    int32_t source = first_source + q / step_tokens_;
+    while (source >= c_.ep_size) source -= c_.ep_size;
+    return source;
+  }
+  __device__ const int32_t* peer_ids(int32_t source, int32_t t) const {
+    return fence_.own().ids(c_.offsets, c_.shape, source) + static_cast<int64_t>(t) * a_.top_k;
+  }
+
+  __device__ void look_at_pair(int32_t q, bool valid, int32_t source, int32_t id, int32_t k, int32_t lanes) {
+    constexpr unsigned kAll = 0xFFFFFFFFu;
+    const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
+    const unsigned before = (1u << lane) - 1;                                     // lanes below
+    const unsigned group = kAll >> (32 - lanes) << (lane - k);                     // lanes of this pair
+    const bool selects = split_.contains(id);
+    const int32_t rank = selects ? split_.owner(id) : -1;
+    // Equal keys: the same rank of the same pair. The first of them is where the rank appears first.
+    const unsigned same = __match_any_sync(kAll, selects ? rank : -1 - lane) & group;
+    const bool fresh = selects && (same & before) == 0;
+    const unsigned targets = __ballot_sync(kAll, fresh) & group;
+    const unsigned here = __ballot_sync(kAll, fresh && rank == c_.rank) & group;
+    if (!valid) return;
+    const int32_t slot = here == 0 ? -1 : __popc(targets & ((here & -here) - 1));
+    const bool own = source == c_.rank;
+    const int32_t t = token(q % step_tokens_);
     const int32_t row = source * a_.tokens_per_rank + t;
-    if (slot >= 0) {
+    if (slot >= 0 && k == 0) {
       const int32_t at = atomicAdd(&shared_.count, 1);
       const char* from = own ? a_.hidden.data + t * a_.hidden.stride
                              : fence_.window(source).stage(c_.offsets, c_.shape, t);
@@ -239,18 +230,24 @@ class DispatchBlock {
       // Staged by this piece of the peer, so this piece's flag covers it.
       const char* from = own ? a_.scale.data + t * a_.scale.stride
                              : fence_.window(source).stage(c_.offsets, c_.shape, t) + round_up(a_.hidden.bytes, 16);
-      copy_row_bytes(a_.out_scale + row * a_.scale.bytes, from, a_.scale.bytes);
+      copy_row_bytes(a_.out_scale + row * a_.scale.bytes, from, a_.scale.bytes, k, lanes);
     }
     if (q % pieces_ != piece_) return;
-    a_.routing[static_cast<int64_t>(1 + source) * a_.tokens_per_rank + t] = slot;
-    int32_t* out_ids = a_.out_topk_ids + static_cast<int64_t>(row) * a_.top_k;
-    for (int32_t k = 0; k < a_.top_k; ++k) {
-      out_ids[k] = slot < 0 ? a_.invalid_expert_id : own ? own_id(t, k) : ids[k];
+    int32_t* slots = a_.routing + static_cast<int64_t>(1 + source) * a_.tokens_per_rank + t;
+    if (k == 0) *slots = slot;
+    if (own) {
+      // This rank's own token: row 0 of routing, and the targets in the order of their first appearance.
+      if (k == 0) a_.routing[t] = t == 0 ? static_cast<int32_t>(fence_.round() & 0x7FFFFFFF) : 0;
+      int32_t* out = a_.routing + static_cast<int64_t>(1 + c_.ep_size) * a_.tokens_per_rank + t;
+      const int32_t max_targets = a_.top_k < c_.ep_size ? a_.top_k : c_.ep_size;
+      // Masked or not: a mask leaves slots where they are.
+      if (fresh) out[static_cast<int64_t>(__popc(targets & before)) * a_.tokens_per_rank] = rank;
+      if (k >= __popc(targets) && k < max_targets) out[static_cast<int64_t>(k) * a_.tokens_per_rank] = -1;
     }
-    char* out_weights = a_.out_weights + row * a_.weights.bytes;
+    if (k < a_.top_k) a_.out_topk_ids[static_cast<int64_t>(row) * a_.top_k + k] = slot < 0 ? a_.invalid_expert_id : id;
     const char* weights = own ? a_.weights.data + t * a_.weights.stride
-                              : window.weights(c_.offsets, c_.shape, source) + t * a_.weights.bytes;
-    copy_row_bytes(out_weights, slot < 0 ? nullptr : weights, a_.weights.bytes);
+                              : fence_.own().weights(c_.offsets, c_.shape, source) + t * a_.weights.bytes;
+    copy_row_bytes(a_.out_weights + row * a_.weights.bytes, slot < 0 ? nullptr : weights, a_.weights.bytes, k, lanes);
   }
 
   __device__ void gather_eplb() {

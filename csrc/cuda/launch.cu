@@ -45,7 +45,7 @@ int32_t resident_blocks(int32_t device_index) {
     for (const void* kernel : kernels) {
       // Also loads the kernel, so that its first launch may be inside a capture or beside a spinning one.
       int blocks = 0;
-      check_runtime(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kMaxThreads, 0),
+      check_runtime(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0),
                  "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
       per_sm = std::min(per_sm, blocks);
     }

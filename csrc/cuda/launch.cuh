@@ -20,15 +20,15 @@ void launch(const void* kernel, int blocks, int threads, void* params, bool pdl,
 std::vector<const void*> dispatch_kernels();
 std::vector<const void*> combine_kernels();
 
-// One short row by one thread; zeros where there is no source.
-__device__ __forceinline__ void copy_row_bytes(char* to, const char* from, int64_t bytes) {
+// One short row by `lanes` threads, this one the k-th; zeros where there is no source.
+__device__ __forceinline__ void copy_row_bytes(char* to, const char* from, int64_t bytes, int32_t k, int32_t lanes) {
   const bool words = (reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes) % 4 == 0;
   if (words) {
-    for (int64_t i = 0; i < bytes; i += 4) {
+    for (int64_t i = 4 * k; i < bytes; i += 4 * lanes) {
       *reinterpret_cast<uint32_t*>(to + i) = from == nullptr ? 0u : *reinterpret_cast<const uint32_t*>(from + i);
     }
   } else {
-    for (int64_t i = 0; i < bytes; ++i) to[i] = from == nullptr ? 0 : from[i];
+    for (int64_t i = k; i < bytes; i += lanes) to[i] = from == nullptr ? 0 : from[i];
   }
 }
 

@@ -13,6 +13,7 @@
 namespace moe_ep::cuda {
 
 constexpr int kMaxBlocks = 512;  // flags per peer and parity
+constexpr int kThreads = 512;    // of a block
 
 // Device memory of one rank that no peer sees. All state that changes from round to round is here and is advanced by
 // the kernels, so that captured graphs replay in any order.
@@ -44,7 +45,8 @@ struct Plan {
   int32_t groups = 1;
   int32_t pieces = 1;
   int64_t piece_bytes = 0;
-  int32_t threads = 512;
+  int32_t threads = kThreads;
+  bool descending = true;  // combine takes tokens from the last to the first
   int32_t blocks() const { return groups * pieces; }
 };
 

@@ -141,10 +141,12 @@ class DeviceFence {
     hold_up(comm_.delay_cycles[static_cast<int>(DelayPoint::kAfterFlags)]);
   }
 
-  // After step 5, by block 0 alone: compares what the ranks said.
+  // After step 5, by block 0 alone: compares what the ranks said. By its last threads, which have the least to copy in
+  // small steps.
   __device__ void check_headers(const StepHeader& mine) {
     if (blockIdx.x != 0) return;
-    for (int32_t p = static_cast<int32_t>(threadIdx.x); p < comm_.ep_size; p += static_cast<int32_t>(blockDim.x)) {
+    for (int32_t p = static_cast<int32_t>(blockDim.x - 1 - threadIdx.x); p < comm_.ep_size;
+         p += static_cast<int32_t>(blockDim.x)) {
       if (is_peer(p)) disagrees(p, mine);
     }
   }
