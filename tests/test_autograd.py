@@ -155,8 +155,8 @@ def train(rank: Rank, checkpointing: str, compiled: bool) -> int:
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("checkpointing", ["none", "plain", "selective"])
 def test_training_equals_one_process(ranks: Callable[[int], RankPool], checkpointing: str, compiled: bool) -> None:
-    """Plain checkpointing sends everything again; keeping the outputs of ops sends nothing twice. Compiled,
-    PyTorch says what plain checkpointing repeats (2.11 keeps these outputs, 2.13 does not), and says it alike on every rank."""
+    """Plain checkpointing sends everything again; keeping the outputs of ops sends nothing twice. Compiled, PyTorch
+    says what plain checkpointing repeats (2.11 keeps these outputs, 2.13 does not), alike on every rank."""
     extra = ranks(2).run(train, checkpointing, compiled, timeout=PATIENCE)
     again = {"none": {0}, "plain": {0, FORWARD_ROUNDS} if compiled else {FORWARD_ROUNDS}, "selective": {0}}
     assert extra[0] == extra[1] and extra[0] in again[checkpointing]
