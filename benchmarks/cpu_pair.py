@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,7 +40,7 @@ def assert_equal_bits(
 
 def measure(
     rank: int, world_size: int, dtype: torch.dtype, hidden_size: int, k: int, experts: int, steps: list[int],
-    repeats: int, seconds: float, with_baseline: bool,
+    repeats: int, seconds: float,
 ) -> list[dict[str, Any]]:
     params = MoEEpCommParams(experts, k, max(steps), hidden_size, dtype)
     comm = create_communication(BootstrapConfig(world_size, rank), params, "shm_one_sided")
@@ -64,8 +67,7 @@ def measure(
             expected = baseline.dispatch(hidden, ids, weights, tokens)
             expert_output.copy_(expected.hidden_states)
             assert_equal_bits(received, expected, out, baseline.combine(expert_output, expected), experts)
-            runs = {"ours": ours, "gloo": theirs} if with_baseline else {"ours": ours}
-            taken = time_interleaved(runs, repeats, seconds, dist.barrier)
+            taken = time_interleaved({"ours": ours, "gloo": theirs}, repeats, seconds, dist.barrier)
         routed = sum(len(set((row // (experts // world_size)).tolist()) - {rank}) for row in ids)
         measured.append({"tokens": tokens, "taken": taken, "bytes": 2 * routed * hidden_size * dtype.itemsize})
         del received, out, expected
@@ -75,14 +77,13 @@ def measure(
     return [{**row, "window_bytes": window_bytes} for row in measured]
 
 
-def slowest(per_rank: list[dict[str, Any]], name: str) -> list[float]:
+def slowest(per_rank: Sequence[dict[str, Any]], name: str) -> list[float]:
     """A collective has ended when its last rank has: by repeat, the slowest rank."""
     return [max(us) for us in zip(*(row["taken"][name] for row in per_rank), strict=True)]
 
 
-def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--ranks", type=int, default=4)
+def add_options(description: str | None) -> argparse.ArgumentParser:
+    options = parser(description)
     options.add_argument("--hidden", type=int, default=4096)
     options.add_argument("--top-k", type=int, default=8)
     options.add_argument("--experts", type=int, default=64)
@@ -90,27 +91,31 @@ def main() -> None:
     options.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     options.add_argument("--repeats", type=int, default=15)
     options.add_argument("--seconds", type=float, default=0.1, help="per repeat and side")
-    options.add_argument("--no-baseline", action="store_true")
-    a = options.parse_args()
-    results = Results("cpu_pair", a.out)
-    for dtype in a.dtypes:
+    return options
+
+
+def report(benchmark: str, a: argparse.Namespace) -> None:
+    """Measures every dtype, number of ranks and number of tokens asked for; one row each."""
+    results = Results(benchmark, a.out)
+    for dtype, world_size in itertools.product(a.dtypes, a.ranks):
         per_rank = run_ranks(
-            measure, a.ranks, a.ranks, DTYPES[dtype], a.hidden, a.top_k, a.experts, a.tokens, a.repeats, a.seconds,
-            not a.no_baseline,
+            measure, world_size, world_size, DTYPES[dtype], a.hidden, a.top_k, a.experts, a.tokens, a.repeats, a.seconds
         )
         for rows in zip(*per_rank, strict=True):
-            us = slowest(list(rows), "ours")
-            row = {
-                "dtype": dtype, "ranks": a.ranks, "hidden_size": a.hidden, "top_k": a.top_k, "experts": a.experts,
-                "tokens": rows[0]["tokens"], "repeats": a.repeats, **summary(us),
-                "bytes_to_peers": max(r["bytes"] for r in rows), "window_bytes": rows[0]["window_bytes"],
-            }
-            if not a.no_baseline:
-                gloo = slowest(list(rows), "gloo")
-                ratios = summary([g / o for g, o in zip(gloo, us, strict=True)])
-                row |= {f"gloo_{key}": value for key, value in summary(gloo).items()}
-                row |= {"ratio": ratios["us"], "ratio_q1": ratios["us_q1"], "ratio_q3": ratios["us_q3"]}
-            results.emit(**row)
+            us, gloo = slowest(rows, "ours"), slowest(rows, "gloo")
+            results.emit(
+                dtype=dtype, ranks=world_size, hidden_size=a.hidden, top_k=a.top_k, experts=a.experts,
+                tokens=rows[0]["tokens"], repeats=a.repeats,
+                **summary(us), **{f"gloo_{key}": value for key, value in summary(gloo).items()},
+                **summary([g / o for g, o in zip(gloo, us, strict=True)], "ratio"),
+                bytes_to_peers=max(row["bytes"] for row in rows), window_bytes=rows[0]["window_bytes"],
+            )
+
+
+def main() -> None:
+    options = add_options(__doc__)
+    options.add_argument("--ranks", type=int, nargs="+", default=[4])
+    report("cpu_pair", options.parse_args())
 
 
 if __name__ == "__main__":

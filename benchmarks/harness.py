@@ -60,10 +60,11 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return made
 
 
-def summary(us: Sequence[float]) -> dict[str, float]:
-    """Median, least and quartiles of repeats, in microseconds."""
-    q1, median, q3 = statistics.quantiles(us, n=4) if len(us) > 1 else (us[0],) * 3
-    return {"us": round(median, 2), "us_min": round(min(us), 2), "us_q1": round(q1, 2), "us_q3": round(q3, 2)}
+def summary(values: Sequence[float], name: str = "us") -> dict[str, float]:
+    """Median, least and quartiles of repeats."""
+    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else (values[0],) * 3
+    named = {name: median, f"{name}_min": min(values), f"{name}_q1": q1, f"{name}_q3": q3}
+    return {key: round(value, 2) for key, value in named.items()}
 
 
 def time_interleaved(
