@@ -70,11 +70,28 @@ __device__ __forceinline__ void store_relaxed_sys(uint64_t* p, uint64_t x) {
 }
 __device__ __forceinline__ void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
+// 16 bytes from global to shared memory while the thread goes on; await_async_copies() before they are read.
+__device__ __forceinline__ void copy_async(void* shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+               "l"(global)
+               : "memory");
+}
+__device__ __forceinline__ void await_async_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // Waits until the kernels before this one have ended and what they wrote is visible. Costs nothing where the kernel
 // was launched without the attribute.
 __device__ __forceinline__ void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // Lets the next kernel's blocks be launched; that kernel still waits for this one's end before it reads.
 __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// n / d for n >= 0, d >= 1, in a few instructions where n < 2^21: (n + 1/2) / d lies at least 1 / 2d from every integer,
+// and the two roundings move it by less than (n + 1/2) / d * 1.5 * 2^-23.
+__device__ __forceinline__ int32_t divide(int32_t n, int32_t d) {
+  if (n >= 1 << 21) return n / d;
+  float reciprocal;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(static_cast<float>(d)));
+  return static_cast<int32_t>((static_cast<float>(n) + 0.5f) * reciprocal);
+}
 
 // Threads of a block walk `rows` rows of `units` units side by side: thread i takes units i, i + blockDim.x, ... of
 // all rows laid end to end. Advancing needs no division.
@@ -84,10 +101,10 @@ struct RowWalk {
 
   __device__ explicit RowWalk(int32_t units_of_row)
       : units(units_of_row),
-        row_step(static_cast<int32_t>(blockDim.x) / units_of_row),
-        unit_step(static_cast<int32_t>(blockDim.x) % units_of_row) {
-    row = static_cast<int32_t>(threadIdx.x) / units;
-    unit = static_cast<int32_t>(threadIdx.x) % units;
+        row_step(divide(static_cast<int32_t>(blockDim.x), units_of_row)),
+        unit_step(static_cast<int32_t>(blockDim.x) - row_step * units_of_row) {
+    row = divide(static_cast<int32_t>(threadIdx.x), units);
+    unit = static_cast<int32_t>(threadIdx.x) - row * units;
   }
   __device__ void advance() {
     row += row_step;
@@ -109,22 +126,27 @@ __device__ __forceinline__ void copy_rows(int32_t rows, int32_t units, const Src
   if (units <= 0) rows = 0;
   bool first = true;
   do {
-    U value[UNROLL];
+    const U* from[UNROLL];  // all addresses before the first load, so that the loads leave back to back
     U* to[UNROLL];
+    U value[UNROLL];
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
-      to[i] = nullptr;
+      from[i] = nullptr;
       if (walk.row < rows) {
-        value[i] = load(reinterpret_cast<const U*>(src_of(walk.row)) + walk.unit);
+        from[i] = reinterpret_cast<const U*>(src_of(walk.row)) + walk.unit;
         to[i] = reinterpret_cast<U*>(dst_of(walk.row)) + walk.unit;
       }
       walk.advance();
+    }
+#pragma unroll
+    for (int i = 0; i < UNROLL; ++i) {
+      if (from[i] != nullptr) value[i] = load(from[i]);
     }
     if (first) before_store();
     first = false;
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
-      if (to[i] != nullptr) *to[i] = value[i];
+      if (from[i] != nullptr) *to[i] = value[i];
     }
   } while (walk.row < rows);
 }

@@ -8,7 +8,9 @@
 //   5. gets its bytes of the rows routed here straight from the peers' stages into the output.
 // Example, W = 2, R = 4, 2 groups, 1 piece: block 0 of each rank handles tokens 0 and 2 of both ranks, block 1 tokens
 // 1 and 3. Rank 0's block 1 may get rank 1's token 3 while rank 0's block 0 still waits for rank 1's block 0.
-// With one rank steps 1, 2, 4 and 5 vanish.
+// A rank without peers needs none of this: dispatch_alone_kernel.
+#include <algorithm>
+
 #include "csrc/cuda/device.cuh"
 #include "csrc/cuda/launch.h"
 #include "csrc/cuda/launch.cuh"
@@ -20,11 +22,14 @@ namespace moe_ep::cuda {
 namespace {
 
 constexpr int kTile = 1024;  // (source, token) pairs looked at together
+constexpr int64_t kOwnFirstBytes = 64 * 1024;
 
 struct DispatchParams {
   DeviceComm comm;
   DispatchArgs args;
   Plan plan;
+  ExpertSplit split;
+  bool masked;  // the communicator has rank masks
 };
 
 struct DispatchShared {
@@ -34,6 +39,14 @@ struct DispatchShared {
   int32_t row[kTile];           // of the output
 };
 
+// An own id as it travels: every id outside [0, E) becomes invalid_expert_id, before an int64 is narrowed.
+__device__ __forceinline__ int32_t sanitised_id(const DispatchArgs& a, int32_t t, int32_t k) {
+  const int64_t at = t * a.ids_row_stride + k * a.ids_col_stride;
+  const int64_t id = a.ids_are_int64 ? static_cast<const int64_t*>(a.topk_ids)[at]
+                                     : static_cast<const int32_t*>(a.topk_ids)[at];
+  return id >= 0 && id < a.num_experts ? static_cast<int32_t>(id) : a.invalid_expert_id;
+}
+
 template <int BYTES, bool MASK>
 class DispatchBlock {
  public:
@@ -42,10 +55,10 @@ class DispatchBlock {
         c_(p.comm),
         shared_(shared),
         fence_(p.comm, OpKind::kDispatch, p.args.mask, shared.fence),
-        split_(p.args.num_experts, p.comm.ep_size),
-        group_(static_cast<int32_t>(blockIdx.x) / p.plan.pieces),
+        split_(p.split),
+        group_(divide(static_cast<int32_t>(blockIdx.x), p.plan.pieces)),
         groups_(p.plan.groups),
-        piece_(static_cast<int32_t>(blockIdx.x) % p.plan.pieces),
+        piece_(static_cast<int32_t>(blockIdx.x) - group_ * p.plan.pieces),
         pieces_(p.plan.pieces),
         first_byte_(piece_ * p.plan.piece_bytes) {
     const int64_t left = a_.hidden.bytes - first_byte_;
@@ -55,32 +68,28 @@ class DispatchBlock {
   }
 
   __device__ void run() {
-    const bool alone = c_.ep_size == 1;
-    StepHeader header{};
-    if (alone) {
-      __syncthreads();
-      launch_dependents();
-    } else {
-      stage_rows();
-      put_routing();
-      header = make_header();
-      fence_.put_header(header);
-      fence_.signal(a_.num_tokens);
-    }
+    stage_rows();
+    const StepHeader header = make_header();
+    fence_.put_header(header);
+    fence_.signal(a_.num_tokens);
     if (threadIdx.x == 0) shared_.fence.tokens[c_.rank] = fence_.is_active(c_.rank) ? a_.num_tokens : 0;
-    receive(c_.rank, 1);
-    if (!alone) {
-      fence_.await(group_ * pieces_, header);
-      launch_dependents();
-      fence_.check_headers(header);
-      receive(c_.rank + 1, c_.ep_size - 1);
+    // Own rows while the flags travel, where they are worth a pass of their own.
+    const bool own_first = static_cast<int64_t>(own_tokens_) * units_ * BYTES >= kOwnFirstBytes;
+    for (int pass = own_first ? 0 : 1; pass < 2; ++pass) {
+      if (pass == 1) {
+        fence_.await(group_ * pieces_, header);
+        launch_dependents();
+      }
+      receive(c_.rank + (own_first ? pass : 0), pass == 0 ? 1 : c_.ep_size - (own_first ? 1 : 0));
     }
+    fence_.check_headers(header);
     gather_eplb();
+    fence_.end();
   }
 
  private:
   // Tokens of this block's group among the first n.
-  __device__ int32_t share_of(int32_t n) const { return n > group_ ? (n - group_ + groups_ - 1) / groups_ : 0; }
+  __device__ int32_t share_of(int32_t n) const { return n > group_ ? divide(n - group_ + groups_ - 1, groups_) : 0; }
   __device__ int32_t token(int32_t i) const { return group_ + i * groups_; }
 
   __device__ StepHeader make_header() const {
@@ -96,17 +105,34 @@ class DispatchBlock {
     return h;
   }
 
-  // An own id as it travels: every id outside [0, E) becomes invalid_expert_id, before an int64 is narrowed.
-  __device__ int32_t own_id(int32_t t, int32_t k) const {
-    const int64_t at = t * a_.ids_row_stride + k * a_.ids_col_stride;
-    const int64_t id = a_.ids_are_int64 ? static_cast<const int64_t*>(a_.topk_ids)[at]
-                                        : static_cast<const int32_t*>(a_.topk_ids)[at];
-    return split_.contains(id) ? static_cast<int32_t>(id) : a_.invalid_expert_id;
+  __device__ int32_t own_id(int32_t t, int32_t k) const { return sanitised_id(a_, t, k); }
+
+  // ExpertSplit::owner with the cheaper division.
+  __device__ int32_t owner(int32_t id) const {
+    const int32_t wide = split_.wide_ranks * (split_.per_rank + 1);
+    return id < wide ? divide(id, split_.per_rank + 1) : split_.wide_ranks + divide(id - wide, split_.per_rank);
   }
 
+  // Steps 1 and 2. Own rows into the own window, and piece 0 the ids, weights and statistics of the group to all peers:
+  // for that, warps form a team per peer, as far as they go.
   __device__ void stage_rows() {
     const Window own = fence_.own();
-    copy_rows<BYTES, 4>(
+    const int32_t warps = static_cast<int32_t>(blockDim.x) / 32;
+    const int32_t teams = c_.ep_size - 1 < warps ? c_.ep_size - 1 : warps;
+    const int32_t team_size = divide(warps, teams) * 32;
+    const int32_t team = divide(static_cast<int32_t>(threadIdx.x), team_size);
+    const int32_t lane = static_cast<int32_t>(threadIdx.x) - team * team_size;
+    // What a thread puts first is loaded together with the rows.
+    const int32_t ids = own_tokens_ * a_.top_k;
+    const bool puts = piece_ == 0 && team < teams;
+    const bool words = weights_are_words();
+    int32_t first_id = 0;
+    uint32_t first_weight = 0;
+    if (puts && lane < ids) {
+      first_id = own_id_at(lane);
+      if (words) first_weight = own_weight_at(lane);
+    }
+    copy_rows<BYTES, 8>(
         own_tokens_, units_,
         [&](int32_t i) { return a_.hidden.data + token(i) * a_.hidden.stride + first_byte_; },
         [&](int32_t i) { return own.stage(c_.offsets, c_.shape, token(i)) + first_byte_; },
@@ -116,40 +142,46 @@ class DispatchBlock {
         });
     if (piece_ == pieces_ - 1 && a_.scale.bytes > 0) {
       const int64_t offset = round_up(a_.hidden.bytes, 16);
-      copy_bytes(own_tokens_, a_.scale.bytes,
+      copy_bytes(own_tokens_, a_.scale.bytes, static_cast<int32_t>(threadIdx.x), static_cast<int32_t>(blockDim.x),
                  [&](int32_t i) { return a_.scale.data + token(i) * a_.scale.stride; },
                  [&](int32_t i) { return own.stage(c_.offsets, c_.shape, token(i)) + offset; });
     }
-  }
-
-  __device__ void put_routing() {
-    if (piece_ != 0) return;
-    const int32_t n = own_tokens_ * a_.top_k;
-    for (int32_t at = static_cast<int32_t>(threadIdx.x); at < n; at += static_cast<int32_t>(blockDim.x)) {
-      const int32_t t = token(at / a_.top_k), k = at % a_.top_k;
-      const int32_t id = own_id(t, k);
-      for (int32_t i = 1; i < c_.ep_size; ++i) {
-        const int32_t p = (c_.rank + i) % c_.ep_size;
-        if (fence_.is_peer(p)) fence_.window(p).ids(c_.offsets, c_.shape, c_.rank)[t * static_cast<int64_t>(a_.top_k) + k] = id;
-      }
-    }
-    for (int32_t i = 1; i < c_.ep_size; ++i) {
-      const int32_t p = (c_.rank + i) % c_.ep_size;
+    if (!puts) return;
+    for (int32_t i = 1 + team; i < c_.ep_size; i += teams) {
+      const int32_t p = c_.rank + i < c_.ep_size ? c_.rank + i : c_.rank + i - c_.ep_size;
       if (!fence_.is_peer(p)) continue;
-      char* weights = fence_.window(p).weights(c_.offsets, c_.shape, c_.rank);
-      copy_bytes(own_tokens_, a_.weights.bytes,
-                 [&](int32_t j) { return a_.weights.data + token(j) * a_.weights.stride; },
-                 [&](int32_t j) { return weights + token(j) * a_.weights.bytes; });
-      if (group_ != 0) continue;
-      int32_t* stats = fence_.window(p).eplb(c_.offsets, c_.shape, c_.rank);
-      for (int32_t j = static_cast<int32_t>(threadIdx.x); j < a_.num_eplb; j += static_cast<int32_t>(blockDim.x)) {
-        stats[j] = a_.eplb[j];
+      const Window window = fence_.window(p);
+      int32_t* out_ids = window.ids(c_.offsets, c_.shape, c_.rank);
+      char* out_weights = window.weights(c_.offsets, c_.shape, c_.rank);
+      for (int32_t at = lane; at < ids; at += team_size) {
+        const int32_t j = divide(at, a_.top_k);
+        const int64_t to = static_cast<int64_t>(token(j)) * a_.top_k + (at - j * a_.top_k);
+        out_ids[to] = at == lane ? first_id : own_id_at(at);
+        if (words) reinterpret_cast<uint32_t*>(out_weights)[to] = at == lane ? first_weight : own_weight_at(at);
       }
+      if (!words) {
+        copy_bytes(own_tokens_, a_.weights.bytes, lane, team_size,
+                   [&](int32_t j) { return a_.weights.data + token(j) * a_.weights.stride; },
+                   [&](int32_t j) { return out_weights + token(j) * a_.weights.bytes; });
+      }
+      if (group_ != 0) continue;
+      int32_t* stats = window.eplb(c_.offsets, c_.shape, c_.rank);
+      for (int32_t j = lane; j < a_.num_eplb; j += team_size) stats[j] = a_.eplb[j];
     }
+  }
+  // The at-th id and weight of the group's own tokens, laid end to end.
+  __device__ int32_t own_id_at(int32_t at) const {
+    const int32_t j = divide(at, a_.top_k);
+    return own_id(token(j), at - j * a_.top_k);
+  }
+  __device__ uint32_t own_weight_at(int32_t at) const {
+    const int32_t j = divide(at, a_.top_k);
+    const char* row = a_.weights.data + token(j) * a_.weights.stride;
+    return reinterpret_cast<const uint32_t*>(row)[at - j * a_.top_k];
   }
 
   // Takes what sources first_source, ... (modulo W) hold for this rank: this block's tokens, this block's bytes.
-  __device__ __noinline__ void receive(int32_t first_source, int32_t sources) {
+  __device__ void receive(int32_t first_source, int32_t sources) {
     const int32_t pairs = sources * step_tokens_;
     for (int32_t begin = 0; begin < pairs; begin += kTile) {
       __syncthreads();  // the list of the tile before has been read, tokens[] is written
@@ -158,66 +190,66 @@ class DispatchBlock {
       const int32_t end = pairs - begin < kTile ? pairs : begin + kTile;
       look_at(first_source, begin, end);
       __syncthreads();
-      copy_rows<BYTES, 4>(
+      copy_rows<BYTES, 8>(
           shared_.count, units_, [&](int32_t i) { return shared_.source[i]; },
           [&](int32_t i) { return a_.out_hidden + shared_.row[i] * a_.hidden.bytes + first_byte_; }, [] {});
     }
   }
 
-  // Pairs [begin, end), 8, 16 or 32 threads per pair, one per id: lists the rows that are routed here, and writes what else
-  // a row consists of where it is this piece's turn. The ids of several pairs are loaded before the first is looked
-  // at, for every one of these loads is a trip to memory.
+  // Pairs [begin, end), 8, 16 or 32 threads per pair, one per id: lists the rows that are routed here, and writes what
+  // else a row consists of where it is this piece's turn. The next pair's id is on its way while one is looked at. One
+  // copy of the code: in small steps fetching instructions costs more than running them.
   __device__ void look_at(int32_t first_source, int32_t begin, int32_t end) {
-    constexpr int kAhead = 4;
     const int32_t lanes = a_.top_k <= 8 ? 8 : a_.top_k <= 16 ? 16 : 32;
+    const int32_t nth = static_cast<int32_t>(threadIdx.x) >> (lanes == 8 ? 3 : lanes == 16 ? 4 : 5);
+    const int32_t k = static_cast<int32_t>(threadIdx.x) & (lanes - 1);
     const int32_t step = static_cast<int32_t>(blockDim.x) / lanes;
-    const int32_t first = begin + static_cast<int32_t>(threadIdx.x) / lanes;
-    const int32_t k = static_cast<int32_t>(threadIdx.x) % lanes;
-    for (int32_t base = first; base - first + begin < end; base += kAhead * step) {
-      int32_t id[kAhead];
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        const int32_t q = base + i * step;
-        id[i] = -1;
-        if (q >= end || k >= a_.top_k) continue;
-        const int32_t source = source_of(first_source, q), t = token(q % step_tokens_);
-        if (t >= shared_.fence.tokens[source]) continue;
-        id[i] = source == c_.rank ? own_id(t, k) : peer_ids(source, t)[k];
-      }
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        const int32_t q = base + i * step;
-        if (q - first + begin >= end) break;  // no thread of the block has a pair left
-        look_at_pair(q, q < end, source_of(first_source, q), id[i], k, lanes);
-      }
+    Choice next = choice(first_source, begin + nth, end, k);
+#pragma unroll 1
+    for (int32_t base = begin; base < end; base += step) {
+      const Choice now = next;
+      next = choice(first_source, base + step + nth, end, k);
+      look_at_pair(base + nth, now, k, lanes);
     }
   }
 
-  __device__ int32_t source_of(int32_t first_source, int32_t q) const {
-    int32_t source = first_source + q / step_tokens_;
-    while (source >= c_.ep_size) source -= c_.ep_size;
-    return source;
-  }
-  __device__ const int32_t* peer_ids(int32_t source, int32_t t) const {
-    return fence_.own().ids(c_.offsets, c_.shape, source) + static_cast<int64_t>(t) * a_.top_k;
+  // One of the K ids of a (source, token) pair and its weight.
+  struct Choice {
+    int32_t source = 0, t = -1;  // t < 0: no pair
+    int32_t id = -1;
+    uint32_t weight = 0;
+  };
+  __device__ Choice choice(int32_t first_source, int32_t q, int32_t end, int32_t k) const {
+    Choice c;
+    if (q >= end) return c;
+    const int32_t nth = divide(q, step_tokens_);
+    c.source = first_source + nth;
+    if (c.source >= c_.ep_size) c.source -= c_.ep_size;
+    c.t = token(q - nth * step_tokens_);
+    if (k >= a_.top_k || c.t >= shared_.fence.tokens[c.source]) return c;
+    const bool own = c.source == c_.rank;
+    c.id = own ? own_id(c.t, k)
+               : fence_.own().ids(c_.offsets, c_.shape, c.source)[static_cast<int64_t>(c.t) * a_.top_k + k];
+    if (weights_are_words()) c.weight = reinterpret_cast<const uint32_t*>(weights_of(c.source, c.t))[k];
+    return c;
   }
 
-  __device__ void look_at_pair(int32_t q, bool valid, int32_t source, int32_t id, int32_t k, int32_t lanes) {
+  __device__ void look_at_pair(int32_t q, const Choice& choice, int32_t k, int32_t lanes) {
+    const int32_t source = choice.source, t = choice.t, id = choice.id;
     constexpr unsigned kAll = 0xFFFFFFFFu;
     const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
     const unsigned before = (1u << lane) - 1;                                     // lanes below
     const unsigned group = kAll >> (32 - lanes) << (lane - k);                     // lanes of this pair
     const bool selects = split_.contains(id);
-    const int32_t rank = selects ? split_.owner(id) : -1;
+    const int32_t rank = selects ? owner(id) : -1;
     // Equal keys: the same rank of the same pair. The first of them is where the rank appears first.
     const unsigned same = __match_any_sync(kAll, selects ? rank : -1 - lane) & group;
     const bool fresh = selects && (same & before) == 0;
     const unsigned targets = __ballot_sync(kAll, fresh) & group;
     const unsigned here = __ballot_sync(kAll, fresh && rank == c_.rank) & group;
-    if (!valid) return;
+    if (t < 0) return;
     const int32_t slot = here == 0 ? -1 : __popc(targets & ((here & -here) - 1));
     const bool own = source == c_.rank;
-    const int32_t t = token(q % step_tokens_);
     const int32_t row = source * a_.tokens_per_rank + t;
     if (slot >= 0 && k == 0) {
       const int32_t at = atomicAdd(&shared_.count, 1);
@@ -232,7 +264,7 @@ class DispatchBlock {
                              : fence_.window(source).stage(c_.offsets, c_.shape, t) + round_up(a_.hidden.bytes, 16);
       copy_row_bytes(a_.out_scale + row * a_.scale.bytes, from, a_.scale.bytes, k, lanes);
     }
-    if (q % pieces_ != piece_) return;
+    if (q - divide(q, pieces_) * pieces_ != piece_) return;
     int32_t* slots = a_.routing + static_cast<int64_t>(1 + source) * a_.tokens_per_rank + t;
     if (k == 0) *slots = slot;
     if (own) {
@@ -244,10 +276,21 @@ class DispatchBlock {
       if (fresh) out[static_cast<int64_t>(__popc(targets & before)) * a_.tokens_per_rank] = rank;
       if (k >= __popc(targets) && k < max_targets) out[static_cast<int64_t>(k) * a_.tokens_per_rank] = -1;
     }
-    if (k < a_.top_k) a_.out_topk_ids[static_cast<int64_t>(row) * a_.top_k + k] = slot < 0 ? a_.invalid_expert_id : id;
-    const char* weights = own ? a_.weights.data + t * a_.weights.stride
-                              : fence_.own().weights(c_.offsets, c_.shape, source) + t * a_.weights.bytes;
-    copy_row_bytes(a_.out_weights + row * a_.weights.bytes, slot < 0 ? nullptr : weights, a_.weights.bytes, k, lanes);
+    const int64_t out = static_cast<int64_t>(row) * a_.top_k + k;
+    if (k < a_.top_k) a_.out_topk_ids[out] = slot < 0 ? a_.invalid_expert_id : id;
+    if (weights_are_words()) {
+      if (k < a_.top_k) reinterpret_cast<uint32_t*>(a_.out_weights)[out] = slot < 0 ? 0u : choice.weight;
+    } else {
+      copy_row_bytes(a_.out_weights + row * a_.weights.bytes, slot < 0 ? nullptr : weights_of(source, t),
+                     a_.weights.bytes, k, lanes);
+    }
+  }
+
+  // float32 weights, the common case, travel beside the ids, one per thread.
+  __device__ bool weights_are_words() const { return a_.weights.bytes == 4 * a_.top_k; }
+  __device__ const char* weights_of(int32_t source, int32_t t) const {
+    return source == c_.rank ? a_.weights.data + t * a_.weights.stride
+                             : fence_.own().weights(c_.offsets, c_.shape, source) + t * a_.weights.bytes;
   }
 
   __device__ void gather_eplb() {
@@ -268,17 +311,58 @@ class DispatchBlock {
   const DeviceComm& c_;
   DispatchShared& shared_;
   DeviceFence<MASK> fence_;
-  const ExpertSplit split_;
+  const ExpertSplit& split_;
   const int32_t group_, groups_, piece_, pieces_;
   const int64_t first_byte_;
   int32_t units_, own_tokens_, step_tokens_;
 };
 
 template <int BYTES, bool MASK>
-__global__ void __launch_bounds__(kMaxThreads) dispatch_kernel(const __grid_constant__ DispatchParams p) {
+__global__ void __launch_bounds__(kThreads) dispatch_kernel(const __grid_constant__ DispatchParams p) {
   __shared__ DispatchShared shared;
   wait_for_predecessor();
   DispatchBlock<BYTES, MASK>(p, shared).run();
+}
+
+// One rank, one block per row: a row goes where it was, whether or not an id selects an expert (the payload of a row
+// that holds no token is unspecified), so that no load waits for another.
+template <int BYTES>
+__global__ void __launch_bounds__(kAloneThreads) dispatch_alone_kernel(const __grid_constant__ DispatchParams p) {
+  const DispatchArgs& a = p.args;
+  const DeviceComm& c = p.comm;
+  const int32_t t = static_cast<int32_t>(blockIdx.x), k = static_cast<int32_t>(threadIdx.x);
+  wait_for_predecessor();
+  launch_dependents();
+  const bool active = !p.masked || ((a.mask.given ? a.mask.words[0] : c.state->active[0]) & 1) != 0;
+  const bool holds = active && t < a.num_tokens;
+  const bool turn = k < a.top_k && t < a.tokens_per_rank;
+  int32_t id = a.invalid_expert_id;
+  if (turn && t < a.num_tokens) id = sanitised_id(a, t, k);
+  uint64_t round = 0;
+  if (t == 0 && k == 0) round = *reinterpret_cast<volatile unsigned long long*>(&c.state->ticket) / kTicket + 1;
+  if (holds) {
+    const char* from = a.hidden.data + t * a.hidden.stride;
+    char* to = a.out_hidden + t * a.hidden.bytes;
+    copy_rows<BYTES, 4>(1, static_cast<int32_t>(a.hidden.bytes / BYTES), [&](int32_t) { return from; },
+                        [&](int32_t) { return to; }, [] {});
+    copy_row_bytes(a.out_scale + t * a.scale.bytes, a.scale.data + t * a.scale.stride, a.scale.bytes, k,
+                   static_cast<int32_t>(blockDim.x));
+  }
+  if (k < 32 && t < a.tokens_per_rank) {
+    const bool here = __any_sync(0xFFFFFFFFu, turn && id >= 0 && id < a.num_experts);
+    if (turn) a.out_topk_ids[static_cast<int64_t>(t) * a.top_k + k] = here && active ? id : a.invalid_expert_id;
+    copy_row_bytes(a.out_weights + t * a.weights.bytes, here && active ? a.weights.data + t * a.weights.stride : nullptr,
+                   a.weights.bytes, k, 32);
+    if (k == 0) {
+      a.routing[t] = t == 0 ? static_cast<int32_t>(round & 0x7FFFFFFF) : 0;
+      a.routing[a.tokens_per_rank + t] = here && active ? 0 : -1;
+      a.routing[2 * static_cast<int64_t>(a.tokens_per_rank) + t] = here ? 0 : -1;
+    }
+  }
+  if (t == 0) {
+    for (int32_t i = k; i < a.num_eplb; i += static_cast<int32_t>(blockDim.x)) a.out_eplb[i] = active ? a.eplb[i] : 0;
+    if (k == 0) atomicAdd(&c.state->ticket, kTicket);
+  }
 }
 
 template <int BYTES>
@@ -293,16 +377,29 @@ std::vector<const void*> dispatch_kernels() {
   return {kernel_of<16>(false), kernel_of<16>(true), kernel_of<4>(false),
           kernel_of<4>(true),   kernel_of<1>(false), kernel_of<1>(true)};
 }
+std::vector<const void*> dispatch_alone_kernels() {
+  return {reinterpret_cast<const void*>(dispatch_alone_kernel<16>),
+          reinterpret_cast<const void*>(dispatch_alone_kernel<4>),
+          reinterpret_cast<const void*>(dispatch_alone_kernel<1>)};
+}
 
 void dispatch(Communicator& comm, const DispatchArgs& args, void* stream) {
   check_fits(comm, args);
   DeviceEnd& end = *comm.device_end();
   end.raise_failure(comm, OpKind::kDispatch);
-  DispatchParams p{end.comm(comm, args.timeout_sec), args, end.plan(args.tokens_per_rank, args.hidden.bytes)};
+  const bool mask = comm.options().enable_rank_mask;
+  DispatchParams p{end.comm(comm, args.timeout_sec), args, end.plan(args.tokens_per_rank, args.hidden.bytes),
+                   ExpertSplit(args.num_experts, comm.ep_size()), mask};
   const int64_t alignment = alignment_of({reinterpret_cast<int64_t>(args.hidden.data), args.hidden.stride,
                                           args.hidden.bytes, reinterpret_cast<int64_t>(args.out_hidden)});
-  const bool mask = comm.options().enable_rank_mask;
-  const void* kernel = alignment >= 16 ? kernel_of<16>(mask) : alignment >= 4 ? kernel_of<4>(mask) : kernel_of<1>(mask);
+  const int unit = alignment >= 16 ? 16 : alignment >= 4 ? 4 : 1;
+  if (comm.ep_size() == 1) {
+    const void* kernel = dispatch_alone_kernels()[unit == 16 ? 0 : unit == 4 ? 1 : 2];
+    launch(kernel, std::max(1, args.tokens_per_rank), alone_threads(args.hidden.bytes / unit), &p, end.pdl, stream,
+           "dispatch");
+    return;
+  }
+  const void* kernel = unit == 16 ? kernel_of<16>(mask) : unit == 4 ? kernel_of<4>(mask) : kernel_of<1>(mask);
   launch(kernel, p.plan.blocks(), p.plan.threads, &p, end.pdl, stream, "dispatch");
 }
 

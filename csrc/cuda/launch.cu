@@ -50,6 +50,12 @@ int32_t resident_blocks(int32_t device_index) {
       per_sm = std::min(per_sm, blocks);
     }
   }
+  for (const auto& kernels : {dispatch_alone_kernels(), combine_alone_kernels()}) {
+    for (const void* kernel : kernels) {
+      cudaFuncAttributes attributes{};
+      check_runtime(cudaFuncGetAttributes(&attributes, kernel), "loading a kernel");
+    }
+  }
   return std::max(1, per_sm) * sms;
 }
 
@@ -116,6 +122,7 @@ uint64_t DeviceEnd::rounds() const {
 DeviceComm DeviceEnd::comm(const Communicator& owner, int64_t timeout_sec) const {
   DeviceComm c{};
   c.windows = windows_;
+  c.own_window = owner.window(owner.rank()).base;
   c.state = state_;
   c.post_mortem = post_mortem_device_;
   c.shape = owner.shape();
@@ -136,18 +143,18 @@ Plan DeviceEnd::plan(int32_t tokens_per_rank, int64_t row_bytes) const {
     p.piece_bytes = round_up((row_bytes + p.pieces - 1) / p.pieces, 128);
     return p;
   }
+  // Measured on an H200 (benchmarks/NOTES.md): pieces of 2 to 4 KiB, and of those the size that fills the blocks best.
   Plan p;
-  const int64_t tokens = std::max(1, tokens_per_rank), w = shape_.ep_size;
-  // A block has work worth its launch from about 2 KiB of own rows.
-  const int64_t work = std::max<int64_t>(1, tokens * row_bytes / 2048);
-  const int64_t blocks = std::min<int64_t>(max_blocks, work);
-  // Enough (source, token) pairs per group that all groups have about the same number of rows, then pieces of a row
-  // make up the number of blocks.
-  const int64_t groups = std::clamp<int64_t>(w == 1 ? tokens : tokens * w / 512, 1, std::min(tokens, blocks));
-  const int64_t pieces = std::clamp<int64_t>(blocks / groups, 1, std::max<int64_t>(1, row_bytes / 512));
-  p.groups = static_cast<int32_t>(std::min(tokens, blocks / pieces));
-  p.pieces = static_cast<int32_t>(pieces);
-  p.piece_bytes = round_up((row_bytes + pieces - 1) / pieces, 128);
+  const int64_t tokens = std::max(1, tokens_per_rank);
+  const int64_t most = std::max<int64_t>(1, row_bytes / 2048), least = std::max<int64_t>(1, row_bytes / 4096);
+  for (int64_t pieces = std::min<int64_t>(most, max_blocks); pieces >= std::min<int64_t>(least, max_blocks); --pieces) {
+    const int64_t groups = std::min<int64_t>(tokens, max_blocks / pieces);
+    if (groups * pieces <= p.blocks() && p.piece_bytes > 0) continue;
+    p.groups = static_cast<int32_t>(groups);
+    p.pieces = static_cast<int32_t>(pieces);
+    p.piece_bytes = round_up((row_bytes + pieces - 1) / pieces, 128);
+  }
+  if (tokens * shape_.ep_size <= 64) p.threads = kThreads / 2;
   return p;
 }
 

@@ -3,22 +3,32 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <initializer_list>
 #include <vector>
 
+#include "csrc/cuda/device.cuh"
 #include "csrc/cuda/launch.h"
 
 namespace moe_ep::cuda {
 
-constexpr int kMaxThreads = 1024;
+constexpr int kAloneThreads = 512;
+
+// Threads for a row of so many units when a block has one row: about four loads each.
+inline int alone_threads(int64_t units) {
+  return static_cast<int>(std::clamp<int64_t>((units / 4 + 31) / 32 * 32, 64, kAloneThreads));
+}
 
 // The largest power of two that divides all values (at most 16).
 int64_t alignment_of(std::initializer_list<int64_t> values);
 
 void launch(const void* kernel, int blocks, int threads, void* params, bool pdl, void* stream, const char* name);
 
+// Every kernel by room: those whose blocks wait for peers, and those of a rank without peers.
 std::vector<const void*> dispatch_kernels();
 std::vector<const void*> combine_kernels();
+std::vector<const void*> dispatch_alone_kernels();
+std::vector<const void*> combine_alone_kernels();
 
 // One short row by `lanes` threads, this one the k-th; zeros where there is no source.
 __device__ __forceinline__ void copy_row_bytes(char* to, const char* from, int64_t bytes, int32_t k, int32_t lanes) {
@@ -32,23 +42,22 @@ __device__ __forceinline__ void copy_row_bytes(char* to, const char* from, int64
   }
 }
 
-// Short rows by all threads of a block, in words where everything is aligned to them.
+// Short rows by `count` threads, this one the first-th, in words where everything is aligned to them.
 template <class Src, class Dst>
-__device__ __forceinline__ void copy_bytes(int32_t rows, int64_t bytes, const Src& src_of, const Dst& dst_of) {
+__device__ __forceinline__ void copy_bytes(int32_t rows, int64_t bytes, int32_t first, int32_t count, const Src& src_of,
+                                           const Dst& dst_of) {
   if (rows == 0 || bytes == 0) return;
   uintptr_t all = static_cast<uintptr_t>(bytes) | reinterpret_cast<uintptr_t>(src_of(0)) |
                   reinterpret_cast<uintptr_t>(dst_of(0));
   if (rows > 1) all |= reinterpret_cast<uintptr_t>(src_of(1)) | reinterpret_cast<uintptr_t>(dst_of(1));
-  if (all % 4 == 0) {
-    const int32_t units = static_cast<int32_t>(bytes / 4);
-    for (int32_t i = static_cast<int32_t>(threadIdx.x); i < rows * units; i += static_cast<int32_t>(blockDim.x)) {
-      reinterpret_cast<uint32_t*>(dst_of(i / units))[i % units] =
-          reinterpret_cast<const uint32_t*>(src_of(i / units))[i % units];
-    }
-  } else {
-    const int32_t units = static_cast<int32_t>(bytes);
-    for (int32_t i = static_cast<int32_t>(threadIdx.x); i < rows * units; i += static_cast<int32_t>(blockDim.x)) {
-      dst_of(i / units)[i % units] = src_of(i / units)[i % units];
+  const bool words = all % 4 == 0;
+  const int32_t units = static_cast<int32_t>(words ? bytes / 4 : bytes);
+  for (int32_t i = first; i < rows * units; i += count) {
+    const int32_t row = divide(i, units), unit = i - row * units;
+    if (words) {
+      reinterpret_cast<uint32_t*>(dst_of(row))[unit] = reinterpret_cast<const uint32_t*>(src_of(row))[unit];
+    } else {
+      dst_of(row)[unit] = src_of(row)[unit];
     }
   }
 }

@@ -46,12 +46,13 @@ struct Plan {
   int32_t pieces = 1;
   int64_t piece_bytes = 0;
   int32_t threads = kThreads;
-  bool descending = true;  // combine takes tokens from the last to the first
+  bool descending = false;  // combine takes tokens from the last to the first
   int32_t blocks() const { return groups * pieces; }
 };
 
 struct DeviceComm {
   char* const* windows;   // [W] base addresses, in device memory
+  char* own_window;
   DeviceState* state;
   PostMortem* post_mortem;
   WindowShape shape;

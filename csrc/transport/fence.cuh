@@ -6,11 +6,13 @@
 // So there is no barrier across the grid, neither before a flag nor after. A block other than the first piece of its
 // group also awaits the flag of that first piece, which put the group's ids.
 //
-// Round number. Graphs replay in any order, so it cannot be a launch argument. One 64-bit counter per rank: block 0
-// adds kTicket - (blocks - 1) to it, every other block adds 1, so that a launch adds kTicket in all, whatever its
-// grid. Any block finds old / kTicket = rounds completed: the sum of a running launch stays below kTicket until its
-// last block has begun. Example, kTicket = 65536, 3 blocks, 2 rounds completed: the counter is 131072; blocks 1, 0, 2
-// arrive in this order, read 131072, 131073 and 196607 (131073 + 65534), all find 2 and run round 3; then it is 196608.
+// Round number. Graphs replay in any order, so it cannot be a launch argument. One 64-bit counter per rank, the ticket:
+// every block reads it when it begins, and adds its share when it ends: block 0 kTicket - (blocks - 1), every other
+// block 1, so that a launch adds kTicket in all, whatever its grid. A block that begins finds ticket / kTicket = rounds
+// completed, however many blocks have ended already, for the sum of a launch reaches kTicket only after this block has
+// added its own share. Example, kTicket = 65536, 3 blocks, 2 rounds completed: the ticket is 131072. Block 1 ends first:
+// 131073; block 0: 196607; block 2 begins only now, finds 196607 / 65536 = 2 and runs round 3 like the others; it ends:
+// 196608 = 3 * 65536.
 //
 // Reuse. A kernel of round n+1 starts after the whole kernel of round n on its rank has ended, and ends only after
 // every block saw a flag of every peer. So a flag of round n+1 from any block of peer p says that p has completed
@@ -37,11 +39,18 @@ __device__ __forceinline__ void hold_up(int64_t cycles) {
   while (clock64() - start < cycles) __nanosleep(200);
 }
 
+// Nobody waits for the sum.
+__device__ __forceinline__ void add_ticket(const DeviceComm& comm) {
+  atomicAdd(&comm.state->ticket, blockIdx.x == 0 ? kTicket - (gridDim.x - 1) : 1ull);
+}
+
 struct FenceShared {
   uint64_t round;
   int32_t same_kind;           // the round before was of this kind
   uint64_t active[kMaskWords];
+  char* windows[kMaxRanks];    // base addresses
   int32_t tokens[kMaxRanks];   // T of each peer of this round; 0 for a masked or disagreeing one
+  StepHeader headers[kMaxRanks];  // block 0: of the peers
 };
 
 template <bool MASK>
@@ -52,10 +61,12 @@ class DeviceFence {
     if (MASK && threadIdx.x < kMaskWords) {
       shared.active[threadIdx.x] = mask.given ? mask.words[threadIdx.x] : comm.state->active[threadIdx.x];
     }
+    for (int32_t p = static_cast<int32_t>(threadIdx.x); p < comm.ep_size; p += static_cast<int32_t>(blockDim.x)) {
+      shared.windows[p] = comm.windows[p];
+    }
     if (threadIdx.x == 0) {
-      const unsigned long long add = blockIdx.x == 0 ? kTicket - (gridDim.x - 1) : 1;
       const uint32_t kinds = *reinterpret_cast<volatile uint32_t*>(comm.state->kinds);
-      const unsigned long long before = atomicAdd(&comm.state->ticket, add) / kTicket;
+      const uint64_t before = *reinterpret_cast<volatile unsigned long long*>(&comm.state->ticket) / kTicket;
       shared.round = before + 1;
       shared.same_kind = (kinds >> 8 * (before & 3) & 0xFF) == static_cast<uint32_t>(kind);
       if (blockIdx.x == 0) {
@@ -64,14 +75,19 @@ class DeviceFence {
     }
   }
 
+  // The last thing a block does.
+  __device__ void end() {
+    if (threadIdx.x == 0) add_ticket(comm_);
+  }
+
   // All of these are valid after the first barrier that follows the constructor.
   __device__ uint64_t round() const { return shared_.round; }
   __device__ bool is_active(int32_t rank) const { return !MASK || (shared_.active[rank / 64] >> (rank % 64) & 1) != 0; }
   __device__ bool is_peer(int32_t rank) const {
     return rank != comm_.rank && is_active(rank) && is_active(comm_.rank);
   }
-  __device__ Window window(int32_t rank) const { return Window{comm_.windows[rank]}; }
-  __device__ Window own() const { return window(comm_.rank); }
+  __device__ Window window(int32_t rank) const { return Window{shared_.windows[rank]}; }
+  __device__ Window own() const { return Window{comm_.own_window}; }  // valid at once
 
   // Steps 1 and 2. Every thread of the block calls it, after a barrier.
   __device__ void await_reuse() {
@@ -125,29 +141,40 @@ class DeviceFence {
     }
   }
 
-  // Step 5: for this block's flag and that of block `also`. Holds the barrier after which every thread may read.
+  // Step 5: for this block's flag and that of block `also`, each polled by a thread of its own. Holds the barrier after
+  // which every thread may read.
   __device__ void await(int32_t also, const StepHeader& mine) {
-    for (int32_t p = static_cast<int32_t>(threadIdx.x); p < comm_.ep_size; p += static_cast<int32_t>(blockDim.x)) {
-      int32_t tokens = 0;
-      if (is_peer(p)) {
-        const uint64_t flag = await_flag(p, static_cast<int32_t>(blockIdx.x), mine);
-        const bool agrees = flag_kind(flag) == static_cast<int32_t>(kind_);
-        tokens = agrees ? flag_tokens(flag) : 0;
-        if (also != static_cast<int32_t>(blockIdx.x) && agrees) await_flag(p, also, mine);
+    const int32_t block = static_cast<int32_t>(blockIdx.x);
+    const int32_t flags = also == block ? comm_.ep_size : 2 * comm_.ep_size;
+    for (int32_t i = static_cast<int32_t>(threadIdx.x); i < flags; i += static_cast<int32_t>(blockDim.x)) {
+      const bool first = i < comm_.ep_size;
+      const int32_t p = first ? i : i - comm_.ep_size;
+      const uint64_t flag = is_peer(p) ? await_flag(p, first ? block : also, mine) : 0;
+      if (first && p != comm_.rank) {
+        shared_.tokens[p] = flag_kind(flag) == static_cast<int32_t>(kind_) ? flag_tokens(flag) : 0;
       }
-      shared_.tokens[p] = tokens;
+      if (first && block == 0 && is_peer(p)) {  // read on the way, compared by check_headers()
+        const StepHeader* from = own().header(comm_.offsets, comm_.shape, round(), p);
+#pragma unroll
+        for (int w = 0; w < static_cast<int>(sizeof(StepHeader)) / 16; ++w) {
+          copy_async(reinterpret_cast<char*>(&shared_.headers[p]) + 16 * w, reinterpret_cast<const char*>(from) + 16 * w);
+        }
+      }
     }
     __syncthreads();
     hold_up(comm_.delay_cycles[static_cast<int>(DelayPoint::kAfterFlags)]);
   }
 
-  // After step 5, by block 0 alone: compares what the ranks said. By its last threads, which have the least to copy in
-  // small steps.
+  // After step 5 and off its critical path, by block 0 alone: compares what the ranks said. The threads that polled the
+  // flags do it, for they have issued the copies.
   __device__ void check_headers(const StepHeader& mine) {
     if (blockIdx.x != 0) return;
-    for (int32_t p = static_cast<int32_t>(blockDim.x - 1 - threadIdx.x); p < comm_.ep_size;
-         p += static_cast<int32_t>(blockDim.x)) {
-      if (is_peer(p)) disagrees(p, mine);
+    await_async_copies();
+    for (int32_t p = static_cast<int32_t>(threadIdx.x); p < comm_.ep_size; p += static_cast<int32_t>(blockDim.x)) {
+      if (!is_peer(p)) continue;
+      // The kind is in the flag, which the same thread has acquired.
+      const uint64_t flag = *own().flag(comm_.offsets, comm_.shape, round(), p);
+      disagrees(p, flag, mine, shared_.headers[p]);
     }
   }
 
@@ -162,7 +189,8 @@ class DeviceFence {
     }, [&] {
       // Long wait: has the peer's block 0 told of a step with another grid?
       const uint64_t first = load_acquire_sys(own().flag(comm_.offsets, comm_.shape, round(), p, 0));
-      if (flag_round(first) < round() || !disagrees(p, mine)) return false;
+      if (flag_round(first) < round()) return false;
+      if (!disagrees(p, first, mine, *own().header(comm_.offsets, comm_.shape, round(), p))) return false;
       flag = 0;
       return true;
     });
@@ -188,13 +216,11 @@ class DeviceFence {
     }
   }
 
-  __device__ bool disagrees(int32_t p, const StepHeader& mine) {
-    const uint64_t flag = load_acquire_sys(own().flag(comm_.offsets, comm_.shape, round(), p, 0));
+  __device__ bool disagrees(int32_t p, uint64_t flag, const StepHeader& mine, const StepHeader& theirs) {
     if (flag_kind(flag) != static_cast<int32_t>(kind_)) {
       record(p, PostMortem::kDisagree, -1, static_cast<int64_t>(kind_), flag_kind(flag));
       return true;
     }
-    const StepHeader& theirs = *own().header(comm_.offsets, comm_.shape, round(), p);
     for (int32_t field = 0; field < kHeaderFields; ++field) {
       const int64_t here = header_field(mine, field), there = header_field(theirs, field);
       if (here == there) continue;
