@@ -137,7 +137,7 @@ void Communicator::set_active_ranks(const RankMask& mask) {
 
 void Communicator::check_ready(OpKind kind, int32_t ep_size_arg, DeviceKind device, int32_t device_index) const {
   const std::string where = std::string(op_name(kind)) + ": communicator '" + name() + "' ";
-  require(connected(), where + "has no peers yet; finish its construction on every rank first");
+  require(connected(), where + "is not connected; finish its construction (or checkpoint_restore) on every rank first");
   require(ep_size() == ep_size_arg, where + "has ep_size " + std::to_string(ep_size()) +
                                         ", this call (or the graph it was traced into) was made for " +
                                         std::to_string(ep_size_arg) + "; trace again or open one of that size");

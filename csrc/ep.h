@@ -34,6 +34,13 @@ enum class OpKind : int32_t { kDispatch = 1, kCombine = 2 };
 enum class DeviceKind : int32_t { kCpu = 0, kCuda = 1 };
 enum class ElementType : int32_t { kBFloat16, kFloat16, kFloat32, kFloat64 };
 
+// How combine's partials travel: as they are, or as FP8 (e4m3) with a float32 scale per block of elements (csrc/fp8.h), or as FP8
+// without scales (saturating at 448).
+enum class CombineWire : int32_t { kRows = 0, kFp8 = 1, kFp8Plain = 2 };
+
+inline int64_t element_size(ElementType type) {
+  return type == ElementType::kFloat64 ? 8 : type == ElementType::kFloat32 ? 4 : 2;
+}
 inline const char* op_name(OpKind kind) { return kind == OpKind::kDispatch ? "dispatch" : "combine"; }
 
 // A strided row tensor: row i starts at data + i * stride, its bytes are contiguous.
@@ -83,6 +90,7 @@ struct CombineArgs {
   int32_t tokens_per_rank = 0;      // R
   int64_t hidden_size = 0;          // H
   ElementType element_type = ElementType::kBFloat16;
+  bool plain_fp8 = false;           // an FP8 wire without scales; set by the column
   int64_t timeout_sec = 300;
   RankMask mask;
   char* out = nullptr;              // [T] rows of H elements

@@ -42,4 +42,28 @@ inline Float16 to_float16(float x) {
   return {static_cast<uint16_t>(a > 0x7F800000u ? 0x7FFFu : sign | magnitude)};
 }
 
+// FP8 e4m3 (no infinity, NaN is 0x7F, largest 448), saturating; infinities become NaN so that they are not lost.
+struct Float8 {
+  uint8_t bits;
+};
+
+inline Float8 to_float8(float x) {
+  const uint32_t u = std::bit_cast<uint32_t>(x);
+  const uint32_t sign = u >> 24 & 0x80u, a = u & 0x7FFFFFFFu;
+  if (a >= 0x7F800000u) return {0x7F};
+  // Below 2^-6 the codes are multiples of 2^-9: adding 2^14 aligns the fraction so that the float addition rounds.
+  const uint32_t tiny = std::bit_cast<uint32_t>(std::bit_cast<float>(a) + 16384.0f) - 0x46800000u;
+  const uint32_t normal = ((a + 0x7FFFFu + (a >> 20 & 1u)) >> 20) - (120u << 3);
+  const uint32_t magnitude = a < 0x3C800000u ? tiny : normal < 0x7Eu ? normal : 0x7Eu;
+  return {static_cast<uint8_t>(sign | magnitude)};
+}
+
+inline float to_float(Float8 x) {
+  // Shift exponent and fraction into place, then scale by 2^120 (exact; also normalises subnormals).
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x80u) << 24, rest = x.bits & 0x7Fu;
+  if (rest == 0x7Fu) return std::bit_cast<float>(0x7FFFFFFFu);
+  const float magnitude = std::bit_cast<float>(rest << 20) * std::bit_cast<float>(0x7B800000u);
+  return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(magnitude));
+}
+
 }  // namespace moe_ep

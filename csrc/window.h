@@ -9,6 +9,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "csrc/ep.h"
+#include "csrc/fp8.h"
 #include "csrc/routing.h"
 
 namespace moe_ep {
@@ -22,7 +24,8 @@ struct WindowShape {
   int32_t weight_itemsize = 4;    // bytes of one routing weight
   int32_t flag_blocks = 1;        // flags per peer: one on the host, one per thread block on a GPU
   int64_t dispatch_row_bytes = 0; // B: hidden + scale, each rounded up to 16
-  int64_t combine_row_bytes = 0;  // H * itemsize, rounded up to 16
+  int64_t combine_row_bytes = 0;  // bytes of one landing row, a multiple of 16
+  CombineWire wire = CombineWire::kRows;
 
   MOE_EP_HD int32_t max_targets() const { return max_top_k < ep_size ? max_top_k : ep_size; }  // M
 };
@@ -66,10 +69,6 @@ MOE_EP_HD uint64_t make_flag(uint64_t round, int32_t kind, int32_t tokens) {
 MOE_EP_HD uint64_t flag_round(uint64_t flag) { return flag >> 22; }
 MOE_EP_HD int32_t flag_kind(uint64_t flag) { return static_cast<int32_t>(flag >> 20 & 3); }
 MOE_EP_HD int32_t flag_tokens(uint64_t flag) { return static_cast<int32_t>(flag & kMaxTokens); }
-
-constexpr MOE_EP_HD int64_t round_up(int64_t value, int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
 
 struct Window {
   char* base;

@@ -20,6 +20,13 @@ DelayPoint delay_point(const std::string& name) {
   throw ArgumentError("point: expected before_put, before_flag or after_flags, got " + name);
 }
 
+CombineWire combine_wire(const std::string& name) {
+  if (name == "rows") return CombineWire::kRows;
+  if (name == "fp8") return CombineWire::kFp8;
+  if (name == "fp8_plain") return CombineWire::kFp8Plain;
+  throw ArgumentError("wire: expected rows, fp8 or fp8_plain, got " + name);
+}
+
 RankMask mask_of(const std::vector<int>& ranks, int32_t ep_size) {
   RankMask mask;
   mask.given = true;
@@ -47,6 +54,7 @@ py::dict describe(const std::string& name) {
   d["max_top_k"] = s.max_top_k;
   d["dispatch_row_bytes"] = s.dispatch_row_bytes;
   d["combine_row_bytes"] = s.combine_row_bytes;
+  d["wire"] = s.wire == CombineWire::kRows ? "rows" : s.wire == CombineWire::kFp8 ? "fp8" : "fp8_plain";
   d["window_bytes"] = o.bytes;
   d["stage_bytes"] = o.landing - o.stage;
   d["landing_bytes"] = o.bytes - o.landing;
@@ -86,7 +94,8 @@ PYBIND11_MODULE(_C, m) {
       "open",
       [](const std::string& name, int32_t rank, int32_t ep_size, const std::string& device, int32_t device_index,
          const std::string& memory, bool enable_rank_mask, bool pdl, int32_t max_tokens, int32_t max_top_k,
-         int32_t eplb_experts, int32_t weight_itemsize, int64_t dispatch_row_bytes, int64_t combine_row_bytes) {
+         int32_t eplb_experts, int32_t weight_itemsize, int64_t dispatch_row_bytes, int64_t combine_row_bytes,
+         const std::string& wire) {
         CommunicatorOptions options;
         options.name = name;
         options.rank = rank;
@@ -103,12 +112,14 @@ PYBIND11_MODULE(_C, m) {
         shape.weight_itemsize = weight_itemsize;
         shape.dispatch_row_bytes = dispatch_row_bytes;
         shape.combine_row_bytes = combine_row_bytes;
+        shape.wire = combine_wire(wire);
         return py::bytes(moe_ep::open(options)->memory().handle());
       },
       py::kw_only(), py::arg("name"), py::arg("rank"), py::arg("ep_size"), py::arg("device"), py::arg("device_index"),
       py::arg("memory") = "shm", py::arg("enable_rank_mask"), py::arg("pdl") = false, py::arg("max_tokens"), py::arg("max_top_k"), py::arg("eplb_experts"),
-      py::arg("weight_itemsize"), py::arg("dispatch_row_bytes"), py::arg("combine_row_bytes"),
+      py::arg("weight_itemsize"), py::arg("dispatch_row_bytes"), py::arg("combine_row_bytes"), py::arg("wire") = "rows",
       "Allocates this rank's window under `name`; returns the handle its peers connect to.");
+  m.def("fp8_row_bytes", &fp8_row_bytes, py::arg("hidden_size"), "Bytes of a partial that travels as FP8.");
   m.def(
       "connect",
       [](const std::string& name, const std::vector<std::string>& handles, int32_t max_blocks) {

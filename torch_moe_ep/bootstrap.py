@@ -130,6 +130,7 @@ class WindowSpec:
     weight_itemsize: int
     dispatch_row_bytes: int
     combine_row_bytes: int
+    wire: str = "rows"  # how combine's partials travel: rows, fp8 or fp8_plain
     # GPUs only. Kinds of memory to try, best first; launch options.
     memory: tuple[str, ...] = ("shm",)
     pdl: bool = False
@@ -143,7 +144,10 @@ class SharedWindow:
     name: str
     order: torch.Tensor
     key: Any
+    exchange: CommBackend
+    max_blocks: int = 1
     users: int = 1
+    suspended: bool = False
 
 
 _MAX_BLOCKS = 512  # csrc/cuda/launch.h
@@ -212,7 +216,7 @@ def open_window(
     def close() -> None:
         _C.close(name)
 
-    def attempt(memory: str) -> None:
+    def attempt(memory: str) -> int:
         def allocate() -> tuple[bytes, str, int]:
             handle = _C.open(
                 name=name,
@@ -229,6 +233,7 @@ def open_window(
                 weight_itemsize=spec.weight_itemsize,
                 dispatch_row_bytes=spec.dispatch_row_bytes,
                 combine_row_bytes=spec.combine_row_bytes,
+                wire=spec.wire,
             )
             return handle, *_device_share(device, spec.num_sms)
 
@@ -241,6 +246,7 @@ def open_window(
             max_blocks = min(max(1, blocks // devices.count(identity)) for _, identity, blocks in allocated)
             _agree(exchange, f"connecting the windows ({memory})", lambda: _C.connect(name, handles, max_blocks), close)
             _C.seal(name)
+            return max_blocks
         except BaseException:
             close()
             raise
@@ -248,7 +254,7 @@ def open_window(
     failures = []
     for memory in spec.memory:
         try:
-            attempt(memory)
+            max_blocks = attempt(memory)
             break
         except RuntimeError as error:  # raised alike on all ranks, so that all of them try the next kind
             failures.append(str(error))
@@ -256,7 +262,7 @@ def open_window(
                 logger.info("%s: no %s memory: %s", name, memory, error)
     else:
         raise RuntimeError("; ".join(failures))
-    window = SharedWindow(name, torch.zeros(1, device=device), (key, group))
+    window = SharedWindow(name, torch.zeros(1, device=device), (key, group), exchange, max_blocks)
     with _lock:
         _shared[key] = window
     return window
@@ -290,6 +296,28 @@ def close_window(window: SharedWindow) -> None:
             return
         _shared.pop(window.key[0], None)
     _C.close(window.name)
+
+
+def suspend_window(window: SharedWindow) -> None:
+    """Gives the physical memory back on every rank and keeps every address. Collective; no op may be running."""
+    if window.suspended:
+        return
+    _agree(window.exchange, "unmapping the windows", lambda: _C.suspend(window.name), lambda: None)
+    window.suspended = True
+
+
+def resume_window(window: SharedWindow) -> None:
+    """Puts fresh memory behind the addresses and maps the peers' again. Collective."""
+    if not window.suspended:
+        return
+    handles = _agree(window.exchange, "allocating the windows again", lambda: _C.resume(window.name), lambda: None)
+    _agree(
+        window.exchange,
+        "connecting the windows again",
+        lambda: _C.connect(window.name, handles, window.max_blocks),
+        lambda: None,
+    )
+    window.suspended = False
 
 
 @atexit.register

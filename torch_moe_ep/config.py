@@ -107,6 +107,7 @@ class ShmOneSidedConfig:
     extra_payload_bytes_per_token: int = 0
     eplb_stats_num_experts: int = 0
     enable_rank_mask: bool = False
+    use_low_precision_combine: bool = False
     comm_backend: CommBackend | None = None
     timeout_sec: int = 300
 
@@ -116,4 +117,5 @@ class ShmOneSidedConfig:
         _check_int(owner, "eplb_stats_num_experts", self.eplb_stats_num_experts, 0)
         _check_int(owner, "timeout_sec", self.timeout_sec, 1)
         _check_bool(owner, "enable_rank_mask", self.enable_rank_mask, optional=False)
+        _check_bool(owner, "use_low_precision_combine", self.use_low_precision_combine, optional=False)
         _check_comm_backend(owner, self.comm_backend)

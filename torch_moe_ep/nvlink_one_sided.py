@@ -8,7 +8,7 @@ from torch_moe_ep import _C
 from torch_moe_ep.bootstrap import BootstrapConfig
 from torch_moe_ep.communication import register_communication
 from torch_moe_ep.config import NVLinkOneSidedConfig
-from torch_moe_ep.one_sided import OneSidedAlltoAll
+from torch_moe_ep.one_sided import OneSidedAlltoAll, logger
 from torch_moe_ep.params import MoEEpCommParams
 
 MEMORY_KINDS = ("fabric", "posix_fd", "cuda_ipc")
@@ -23,6 +23,8 @@ class NVLinkOneSidedAlltoAll(OneSidedAlltoAll):
         bootstrap, params: the group and its sizes.
         config: a :class:`NVLinkOneSidedConfig`; None is its defaults.
         namespace: a name other than "" asks for windows of its own instead of those of an equal layout.
+        low_precision_scales: with ``use_low_precision_combine``, whether blocks of 128 elements carry a float32 scale;
+            False is the plain cast to e4m3, which saturates at 448.
         num_sms: SMs the kernels of this rank may fill; None divides the device among the ranks that live on it. All
             blocks of all ranks of a device must be resident at once, or they wait for each other forever.
 
@@ -39,6 +41,7 @@ class NVLinkOneSidedAlltoAll(OneSidedAlltoAll):
         config: NVLinkOneSidedConfig | None = None,
         *,
         namespace: str = "",
+        low_precision_scales: bool = True,
         num_sms: int | None = None,
         _name_suffix: str = "",
     ) -> None:
@@ -55,10 +58,20 @@ class NVLinkOneSidedAlltoAll(OneSidedAlltoAll):
             torch.device("cuda", index),
             namespace,
             _name_suffix,
+            low_precision_scales,
             memory=MEMORY_KINDS,
             pdl=config.enable_pdl is not False,
             num_sms=num_sms,
         )
+        assert self._window is not None
+        votes = self._window.exchange.allgather(refusals(config, self.ep_size, index))
+        self.transport_refusals: dict[str, list[str]] = {
+            transport: [f"rank {r}: {vote[transport]}" for r, vote in enumerate(votes) if vote[transport]]
+            for transport in ("lamport", "cft")
+        }
+        if self.ep_rank == 0:
+            for transport, reasons in self.transport_refusals.items():
+                logger.info("%s: %s is %s", self.comm, transport, f"off ({reasons[0]})" if reasons else "on")
 
     @classmethod
     def is_platform_supported(cls) -> bool:
@@ -77,5 +90,33 @@ class NVLinkOneSidedAlltoAll(OneSidedAlltoAll):
 
     @property
     def lamport_enabled(self) -> bool:
-        """Whether the Lamport transport takes steps of this instance. It has not landed yet: False."""
-        return False
+        """Whether the Lamport transport takes steps of this instance: every rank must be able to."""
+        return not self.transport_refusals["lamport"]
+
+    @property
+    def cft_enabled(self) -> bool:
+        """Whether counted writes take steps of this instance: every rank must be able to."""
+        return not self.transport_refusals["cft"]
+
+
+def refusals(config: NVLinkOneSidedConfig, ep_size: int, device: int) -> dict[str, str]:
+    """Why this rank does not take part in a transport, by transport; "" where it does.
+
+    The fence transport takes every step of this version; these are what a rank votes with.
+    """
+    capability = torch.cuda.get_device_capability(device)
+    if config.lamport is False or config.lamport is None and config.cft is True:
+        lamport = "lamport=False" if config.lamport is False else "cft=True"
+    elif ep_size > 64:
+        lamport = f"{ep_size} ranks are more than 64"
+    elif config.use_low_precision_combine:
+        lamport = "use_low_precision_combine=True"
+    else:
+        lamport = "this version of torch_moe_ep has no Lamport transport"
+    if config.cft is False:
+        cft = "cft=False"
+    elif capability < (10, 0):
+        cft = f"compute capability {capability[0]}.{capability[1]} is below 10.0"
+    else:
+        cft = "this version of torch_moe_ep has no counted writes"
+    return {"lamport": lamport, "cft": cft}

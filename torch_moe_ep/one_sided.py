@@ -9,7 +9,15 @@ from typing import Any
 import torch
 
 from torch_moe_ep import _C, functional
-from torch_moe_ep.bootstrap import BootstrapConfig, SharedWindow, WindowSpec, close_window, open_window
+from torch_moe_ep.bootstrap import (
+    BootstrapConfig,
+    SharedWindow,
+    WindowSpec,
+    close_window,
+    open_window,
+    resume_window,
+    suspend_window,
+)
 from torch_moe_ep.communication import MoEEpCommunication, MoEEpDispatchResult
 from torch_moe_ep.config import NVLinkOneSidedConfig, ShmOneSidedConfig
 from torch_moe_ep.params import MoEEpCommParams
@@ -33,6 +41,7 @@ class OneSidedAlltoAll(MoEEpCommunication):
         device: torch.device,
         namespace: str,
         name_suffix: str,
+        low_precision_scales: bool,
         **launch: Any,
     ) -> None:
         super().__init__(bootstrap, params)
@@ -40,6 +49,9 @@ class OneSidedAlltoAll(MoEEpCommunication):
         self.device = device
         self.timeout_sec = config.timeout_sec
         itemsize = params.token_dtype.itemsize
+        wire = "rows"
+        if config.use_low_precision_combine:
+            wire = "fp8" if low_precision_scales else "fp8_plain"
         spec = WindowSpec(
             backend=self.backend_name,
             device=str(device),
@@ -52,8 +64,13 @@ class OneSidedAlltoAll(MoEEpCommunication):
             dispatch_row_bytes=_round_up_16(params.dispatch_row.values)
             + _round_up_16(params.dispatch_row.scales)
             + _round_up_16(config.extra_payload_bytes_per_token),
-            # Expert outputs come back unquantized, at least 16 bits wide.
-            combine_row_bytes=_round_up_16(params.hidden_size * max(itemsize, 2)),
+            # Expert outputs come back unquantized, at least 16 bits wide, unless they travel as FP8.
+            combine_row_bytes=(
+                _round_up_16(params.hidden_size * max(itemsize, 2))
+                if wire == "rows"
+                else _C.fp8_row_bytes(params.hidden_size)
+            ),
+            wire=wire,
             **launch,
         )
         self._window: SharedWindow | None = open_window(
@@ -180,6 +197,22 @@ class OneSidedAlltoAll(MoEEpCommunication):
     def last_error(self) -> str | None:
         """The sentence of the failure after which this communicator cannot be used again, or None."""
         return self.describe()["last_error"] or None
+
+    def checkpoint_prepare(self) -> None:
+        """Gives this window's physical memory back before a checkpoint and keeps every address, so that captured graphs
+        survive. Collective; call it with no op running. GPU windows of kind ``fabric`` and ``posix_fd`` can do this.
+
+        Raises RuntimeError on every rank alike where the memory cannot.
+        """
+        self._require_live()
+        assert self._window is not None
+        suspend_window(self._window)
+
+    def checkpoint_restore(self) -> None:
+        """After a checkpoint: fresh memory behind the same addresses. Collective; rounds go on where they were."""
+        self._require_live()
+        assert self._window is not None
+        resume_window(self._window)
 
     def destroy(self) -> None:
         """Gives up this object's use of the window; the last user frees it. Idempotent; call it on every rank."""

@@ -19,6 +19,8 @@ class ShmOneSidedAlltoAll(OneSidedAlltoAll):
         bootstrap, params: the group and its sizes.
         config: a :class:`ShmOneSidedConfig`; None is its defaults.
         namespace: a name other than "" asks for windows of its own instead of those of an equal layout.
+        low_precision_scales: with ``use_low_precision_combine``, whether blocks of 128 elements carry a float32 scale;
+            False is the plain cast to e4m3, which saturates at 448.
     """
 
     def __init__(
@@ -28,10 +30,11 @@ class ShmOneSidedAlltoAll(OneSidedAlltoAll):
         config: ShmOneSidedConfig | None = None,
         *,
         namespace: str = "",
+        low_precision_scales: bool = True,
         _name_suffix: str = "",
     ) -> None:
         config = ShmOneSidedConfig() if config is None else config
-        super().__init__(bootstrap, params, config, torch.device("cpu"), namespace, _name_suffix)
+        super().__init__(bootstrap, params, config, torch.device("cpu"), namespace, _name_suffix, low_precision_scales)
 
     @classmethod
     def is_platform_supported(cls) -> bool:

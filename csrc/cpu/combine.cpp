@@ -4,8 +4,10 @@
 // appearance in the top-k, starting from the first partial, and rounded once: any two columns or transports that
 // follow this order agree bit for bit.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
+#include "csrc/fp8.h"
 #include "csrc/limits.h"
 #include "csrc/numeric.h"
 #include "csrc/transport/fence.h"
@@ -93,6 +95,60 @@ SumFunction sum_function(ElementType type) {
   return nullptr;
 }
 
+// FP8 on the wire. Blocks of kFp8Block elements; the multiplication and the addition round apart, as on the GPU.
+template <class T>
+void encode_fp8(const char* from, int64_t size, bool plain, char* to) {
+  const T* x = reinterpret_cast<const T*>(from);
+  auto* codes = reinterpret_cast<Float8*>(to);
+  auto* scales = reinterpret_cast<float*>(to + fp8_scales_offset(size));
+  for (int64_t begin = 0; begin < size; begin += kFp8Block) {
+    const int64_t end = std::min<int64_t>(size, begin + kFp8Block);
+    float amax = 0;
+    for (int64_t i = begin; i < end && !plain; ++i) {
+      const float magnitude = std::fabs(Codec<T>::load(x[i]));
+      if (std::isfinite(magnitude)) amax = std::max(amax, magnitude);
+    }
+    const Fp8Scale scale(amax);
+    for (int64_t i = begin; i < end; ++i) codes[i] = to_float8(Codec<T>::load(x[i]) * scale.inverse);
+    scales[begin / kFp8Block] = scale.scale;
+  }
+}
+
+// As sum_rows, where partials[own] is a row of T and the others have travelled as FP8.
+template <class T>
+void sum_fp8(const char* const* partials, int32_t count, int32_t own, int64_t size, char* out) {
+  for (int64_t i = 0; i < size; ++i) {
+    float sum = 0;
+    for (int32_t j = 0; j < count; ++j) {
+      float term;
+      if (j == own) {
+        term = Codec<T>::load(reinterpret_cast<const T*>(partials[j])[i]);
+      } else {
+        const auto* scales = reinterpret_cast<const float*>(partials[j] + fp8_scales_offset(size));
+        term = to_float(reinterpret_cast<const Float8*>(partials[j])[i]) * scales[i / kFp8Block];
+      }
+      sum = j == 0 ? term : sum + term;
+    }
+    reinterpret_cast<T*>(out)[i] = Codec<T>::store(sum);
+  }
+}
+
+void encode_fp8(ElementType type, const char* from, int64_t size, bool plain, char* to) {
+  switch (type) {
+    case ElementType::kBFloat16: return encode_fp8<BFloat16>(from, size, plain, to);
+    case ElementType::kFloat16: return encode_fp8<Float16>(from, size, plain, to);
+    default: return encode_fp8<float>(from, size, plain, to);
+  }
+}
+
+void sum_fp8(ElementType type, const char* const* partials, int32_t count, int32_t own, int64_t size, char* out) {
+  switch (type) {
+    case ElementType::kBFloat16: return sum_fp8<BFloat16>(partials, count, own, size, out);
+    case ElementType::kFloat16: return sum_fp8<Float16>(partials, count, own, size, out);
+    default: return sum_fp8<float>(partials, count, own, size, out);
+  }
+}
+
 }  // namespace
 
 void combine(Communicator& comm, const CombineArgs& a) {
@@ -120,7 +176,12 @@ void combine(Communicator& comm, const CombineArgs& a) {
     const int32_t* slots = a.routing + static_cast<int64_t>(1 + peer) * a.tokens_per_rank;
     for (int32_t t = 0; t < a.tokens_per_rank; ++t) {
       if (slots[t] < 0 || slots[t] >= a.max_targets) continue;
-      std::memcpy(window.landing(offsets, shape, t, slots[t]), partial_of(peer, t), static_cast<size_t>(row_bytes));
+      char* landing = window.landing(offsets, shape, t, slots[t]);
+      if (shape.wire == CombineWire::kRows) {
+        std::memcpy(landing, partial_of(peer, t), static_cast<size_t>(row_bytes));
+      } else {
+        encode_fp8(a.element_type, partial_of(peer, t), a.hidden_size, shape.wire == CombineWire::kFp8Plain, landing);
+      }
     }
     fence.delay(DelayPoint::kBeforeFlag);
     fence.signal(peer, header);
@@ -133,14 +194,17 @@ void combine(Communicator& comm, const CombineArgs& a) {
   const bool here = HostFence::is_active(mask, comm.rank());
   for (int32_t t = 0; t < a.num_tokens; ++t) {
     const char* partials[kMaxTopK];
-    int32_t count = 0;
+    int32_t count = 0, own_at = -1;
     for (int32_t j = 0; j < a.max_targets && here; ++j) {
       const int32_t rank = targets[static_cast<int64_t>(j) * a.tokens_per_rank + t];
       if (rank < 0 || rank >= comm.ep_size() || !HostFence::is_active(mask, rank)) continue;
+      if (rank == comm.rank()) own_at = count;
       partials[count++] = rank == comm.rank() ? partial_of(rank, t) : own.landing(offsets, shape, t, j);
     }
     char* out = a.out + t * a.out_stride;
-    if (count > 0) {
+    if (count > 0 && shape.wire != CombineWire::kRows) {
+      sum_fp8(a.element_type, partials, count, own_at, a.hidden_size, out);
+    } else if (count > 0) {
       sum(partials, count, a.hidden_size, out);
     } else {
       std::memset(out, 0, static_cast<size_t>(row_bytes));

@@ -10,12 +10,14 @@
 // needs none of this: combine_alone_kernel.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <algorithm>
 
 #include "csrc/cuda/device.cuh"
 #include "csrc/cuda/launch.cuh"
 #include "csrc/cuda/launch.h"
+#include "csrc/fp8.h"
 #include "csrc/limits.h"
 #include "csrc/transport/fence.cuh"
 
@@ -28,15 +30,19 @@ struct CombineParams {
   DeviceComm comm;
   CombineArgs args;
   Plan plan;
-  bool masked;  // the communicator has rank masks
+  bool masked;          // the communicator has rank masks
+  int32_t units;        // of a row, of what a thread handles at a time
+  int32_t piece_units;  // of a piece
 };
+
+constexpr intptr_t kOwn = 1;  // addresses of rows are even
 
 struct CombineShared {
   FenceShared fence;
   int32_t count;
   const char* source[kTile];
   char* target[kTile];
-  const char* partial[kTile];  // [token, target] of the sum, null where there is none
+  const char* partial[kTile];  // [token, target] of the sum: a landing row, expert_output's row + kOwn, or null
 };
 
 __device__ __forceinline__ float to_sum(float x) { return x; }
@@ -48,33 +54,170 @@ __device__ __forceinline__ void round_to(double& out, double x) { out = x; }
 __device__ __forceinline__ void round_to(__nv_bfloat16& out, float x) { out = __float2bfloat16_rn(x); }
 __device__ __forceinline__ void round_to(__half& out, float x) { out = __float2half_rn(x); }
 
-// The sum of units of T, in the order of add(), starting from the first; zeros without any.
-template <class T, int BYTES>
+// A running sum of N elements, in the order of add(), starting from the first term; zeros without any.
+template <class T, int N>
 class RunningSum {
  public:
-  __device__ void add(const Unit<BYTES>& unit) {
-    const T* x = reinterpret_cast<const T*>(&unit);
+  using Sum = decltype(to_sum(T{}));
+  template <class Term>
+  __device__ void add(const Term& term_of) {
 #pragma unroll
-    for (int e = 0; e < kElements; ++e) sums_[e] = any_ ? sums_[e] + to_sum(x[e]) : to_sum(x[e]);
+    for (int e = 0; e < N; ++e) sums_[e] = any_ ? sums_[e] + term_of(e) : term_of(e);
     any_ = true;
   }
-  __device__ Unit<BYTES> rounded() const {
-    Unit<BYTES> out{};
-    T* y = reinterpret_cast<T*>(&out);
-#pragma unroll
-    for (int e = 0; e < kElements; ++e) {
-      if (any_) round_to(y[e], sums_[e]);
-    }
+  __device__ T rounded(int e) const {
+    T out{};
+    if (any_) round_to(out, sums_[e]);
     return out;
   }
 
  private:
-  static constexpr int kElements = BYTES / static_cast<int>(sizeof(T));
-  decltype(to_sum(T{})) sums_[kElements];
+  Sum sums_[N];
   bool any_ = false;
 };
 
-template <class T, int BYTES, bool MASK>
+// How partials travel. A wire knows what a thread handles at a time (a unit of kElements elements), how it is put into
+// a landing row, loaded from one or from a row of expert_output, and added.
+//
+// Rows travel as they are: a unit is the widest that divides every address of the step.
+template <class T, int BYTES>
+struct RowWire {
+  static constexpr int kElements = BYTES / static_cast<int>(sizeof(T));
+  using Value = Unit<BYTES>;
+
+  template <class Src, class Dst, class Before>
+  static __device__ void put(const CombineArgs&, int32_t rows, int32_t first_unit, int32_t units, const Src& src_of,
+                             const Dst& dst_of, const Before& before_store) {
+    copy_rows<BYTES, 8>(
+        rows, units, [&](int32_t i) { return src_of(i) + static_cast<int64_t>(first_unit) * BYTES; },
+        [&](int32_t i) { return dst_of(i) + static_cast<int64_t>(first_unit) * BYTES; }, before_store);
+  }
+  static __device__ Value load_landing(const CombineArgs& a, const char* row, int32_t unit) {
+    return load_row(a, row, unit);
+  }
+  static __device__ Value load_row(const CombineArgs&, const char* row, int32_t unit) {
+    return load(reinterpret_cast<const Value*>(row) + unit);
+  }
+  static __device__ void add(RunningSum<T, kElements>& sum, const Value& value, bool) {
+    const T* x = reinterpret_cast<const T*>(&value);
+    sum.add([&](int e) { return to_sum(x[e]); });
+  }
+  static __device__ void store(const CombineArgs&, char* row, int32_t unit, const RunningSum<T, kElements>& sum) {
+    Value out;
+    T* y = reinterpret_cast<T*>(&out);
+#pragma unroll
+    for (int e = 0; e < kElements; ++e) y[e] = sum.rounded(e);
+    reinterpret_cast<Value*>(row)[unit] = out;
+  }
+};
+
+// FP8 (csrc/fp8.h): a unit is 4 elements, a warp holds a block of 128. WIDE: 4 elements are one aligned vector and
+// divide H; otherwise they are loaded one by one.
+template <class T, bool WIDE>
+struct Fp8Wire {
+  static constexpr int kElements = 4;
+  struct Row4 {
+    T x[4];
+  };
+  struct Codes4 {
+    uint32_t codes;
+    float scale;
+  };
+  union Value {
+    Row4 row;
+    Codes4 landed;
+    __device__ Value() {}
+  };
+
+  static __device__ int32_t elements_of(const CombineArgs& a, int32_t unit) {
+    const int64_t left = a.hidden_size - 4ll * unit;
+    return left < 4 ? static_cast<int32_t>(left) : 4;
+  }
+
+  template <class Src, class Dst, class Before>
+  static __device__ void put(const CombineArgs& a, int32_t rows, int32_t first_unit, int32_t units, const Src& src_of,
+                             const Dst& dst_of, const Before& before_store) {
+    before_store();
+    const bool plain = a.plain_fp8;
+    const int32_t padded = (units + 31) / 32 * 32;
+    if (padded == 0) return;
+    RowWalk walk(padded);  // the lanes of a warp stay in one block of one row
+    while (walk.row < rows) {
+      const int32_t unit = first_unit + walk.unit;
+      const bool inside = walk.unit < units;
+      Row4 value{};
+      if (inside) value = load_row(a, src_of(walk.row), unit).row;
+      float x[4], amax = 0;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        x[e] = inside && e < elements_of(a, unit) ? static_cast<float>(to_sum(value.x[e])) : 0.0f;
+        if (isfinite(x[e])) amax = fmaxf(amax, fabsf(x[e]));
+      }
+#pragma unroll
+      for (int delta = 16; delta > 0; delta /= 2) amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, delta));
+      const Fp8Scale scale(plain ? 0.0f : amax);
+      uint32_t codes = 0;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float scaled = isfinite(x[e]) ? __fmul_rn(x[e], scale.inverse) : __int_as_float(0x7FFFFFFF);
+        codes |= static_cast<uint32_t>(__nv_cvt_float_to_fp8(scaled, __NV_SATFINITE, __NV_E4M3)) << 8 * e;
+      }
+      char* landing = dst_of(walk.row);
+      if (inside) {
+        reinterpret_cast<uint32_t*>(landing)[unit] = codes;
+        if (threadIdx.x % 32 == 0) {
+          reinterpret_cast<float*>(landing + fp8_scales_offset(a.hidden_size))[unit / 32] = scale.scale;
+        }
+      }
+      walk.advance();
+    }
+  }
+  static __device__ Value load_landing(const CombineArgs& a, const char* row, int32_t unit) {
+    Value v;
+    v.landed.codes = load(reinterpret_cast<const Unit<4>*>(row) + unit).v;
+    v.landed.scale =
+        __uint_as_float(load(reinterpret_cast<const Unit<4>*>(row + fp8_scales_offset(a.hidden_size)) + unit / 32).v);
+    return v;
+  }
+  static __device__ Value load_row(const CombineArgs& a, const char* row, int32_t unit) {
+    Value v;
+    const T* from = reinterpret_cast<const T*>(row) + 4ll * unit;
+    if (WIDE) {
+      const auto x = load(reinterpret_cast<const Unit<4 * sizeof(T)>*>(from));
+      v.row = *reinterpret_cast<const Row4*>(&x);
+    } else {
+      for (int e = 0; e < elements_of(a, unit); ++e) v.row.x[e] = from[e];
+    }
+    return v;
+  }
+  static __device__ void add(RunningSum<T, kElements>& sum, const Value& value, bool landed) {
+    if (landed) {
+      sum.add([&](int e) {
+        const auto code = static_cast<__nv_fp8_storage_t>(value.landed.codes >> 8 * e & 0xFF);
+        return __fmul_rn(__half2float(__half(__nv_cvt_fp8_to_halfraw(code, __NV_E4M3))), value.landed.scale);
+      });
+    } else {
+      sum.add([&](int e) { return to_sum(value.row.x[e]); });
+    }
+  }
+  static __device__ void store(const CombineArgs& a, char* row, int32_t unit, const RunningSum<T, kElements>& sum) {
+    T* to = reinterpret_cast<T*>(row) + 4ll * unit;
+    if (WIDE) {
+      Unit<4 * sizeof(T)> out;
+      T* y = reinterpret_cast<T*>(&out);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) y[e] = sum.rounded(e);
+      *reinterpret_cast<Unit<4 * sizeof(T)>*>(to) = out;
+    } else {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (e < elements_of(a, unit)) to[e] = sum.rounded(e);
+      }
+    }
+  }
+};
+
+template <class T, class Wire, bool MASK>
 class CombineBlock {
  public:
   __device__ CombineBlock(const CombineParams& p, CombineShared& shared)
@@ -85,9 +228,9 @@ class CombineBlock {
         group_(divide(static_cast<int32_t>(blockIdx.x), p.plan.pieces)),
         groups_(p.plan.groups),
         descending_(p.plan.descending),
-        first_byte_((static_cast<int32_t>(blockIdx.x) - group_ * p.plan.pieces) * p.plan.piece_bytes) {
-    const int64_t left = a_.expert_output.bytes - first_byte_;
-    units_ = static_cast<int32_t>((left < 0 ? 0 : left < p.plan.piece_bytes ? left : p.plan.piece_bytes) / BYTES);
+        first_unit_((static_cast<int32_t>(blockIdx.x) - group_ * p.plan.pieces) * p.piece_units) {
+    const int32_t left = p.units - first_unit_;
+    units_ = left < 0 ? 0 : left < p.piece_units ? left : p.piece_units;
   }
 
   __device__ void run() {
@@ -122,8 +265,7 @@ class CombineBlock {
     return group_ + (descending_ ? share_of(n) - 1 - i : i) * groups_;
   }
   __device__ const char* partial_of(int32_t source, int32_t t) const {
-    return a_.expert_output.data + (static_cast<int64_t>(source) * a_.tokens_per_rank + t) * a_.expert_output.stride +
-           first_byte_;
+    return a_.expert_output.data + (static_cast<int64_t>(source) * a_.tokens_per_rank + t) * a_.expert_output.stride;
   }
 
   __device__ void put() {
@@ -142,11 +284,11 @@ class CombineBlock {
         if (slot < 0 || slot >= a_.max_targets || !fence_.is_peer(source)) continue;
         const int32_t at = atomicAdd(&shared_.count, 1);
         shared_.source[at] = partial_of(source, t);
-        shared_.target[at] = fence_.window(source).landing(c_.offsets, c_.shape, t, slot) + first_byte_;
+        shared_.target[at] = fence_.window(source).landing(c_.offsets, c_.shape, t, slot);
       }
       __syncthreads();
-      copy_rows<BYTES, 8>(
-          shared_.count, units_, [&](int32_t i) { return shared_.source[i]; },
+      Wire::put(
+          a_, shared_.count, first_unit_, units_, [&](int32_t i) { return shared_.source[i]; },
           [&](int32_t i) { return shared_.target[i]; },
           [&] {
             if (begin == 0) fence_.await_reuse();
@@ -167,8 +309,8 @@ class CombineBlock {
       const int32_t rank = a_.routing[static_cast<int64_t>(1 + c_.ep_size + j) * a_.tokens_per_rank + t];
       const bool counts = rank >= 0 && rank < c_.ep_size && fence_.is_active(rank) && fence_.is_active(c_.rank);
       shared_.partial[i] = !counts           ? nullptr
-                           : rank == c_.rank ? partial_of(rank, t)
-                                             : fence_.own().landing(c_.offsets, c_.shape, t, j) + first_byte_;
+                           : rank == c_.rank ? partial_of(rank, t) + kOwn
+                                             : fence_.own().landing(c_.offsets, c_.shape, t, j);
     }
   }
 
@@ -190,50 +332,58 @@ class CombineBlock {
 
   template <int J, int U>
   __device__ void sum_units(RowWalk& walk, int32_t begin, int32_t n, int32_t targets) {
-    Unit<BYTES> values[U][J];
+    typename Wire::Value values[U][J];
     int32_t row[U], unit[U];
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       row[u] = walk.row;
-      unit[u] = walk.unit;
+      unit[u] = first_unit_ + walk.unit;
       walk.advance();
     }
-    unsigned present[U];
+    Loaded loaded[U];
 #pragma unroll
-    for (int u = 0; u < U; ++u) present[u] = row[u] < n ? load_partials<J>(values[u], row[u], unit[u], 0, targets) : 0;
+    for (int u = 0; u < U; ++u) {
+      if (row[u] < n) loaded[u] = load_partials<J>(values[u], row[u], unit[u], 0, targets);
+    }
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       if (row[u] >= n) continue;
-      RunningSum<T, BYTES> sum;
+      RunningSum<T, Wire::kElements> sum;
       for (int32_t first = 0;;) {
 #pragma unroll
         for (int j = 0; j < J; ++j) {
-          if (present[u] >> j & 1) sum.add(values[u][j]);
+          if (loaded[u].present >> j & 1) Wire::add(sum, values[u][j], (loaded[u].landed >> j & 1) != 0);
         }
         first += J;
         if (first >= targets) break;
-        present[u] = load_partials<J>(values[u], row[u], unit[u], first, targets);
+        loaded[u] = load_partials<J>(values[u], row[u], unit[u], first, targets);
       }
-      char* to = a_.out + token(begin + row[u], a_.num_tokens) * a_.out_stride + first_byte_;
-      reinterpret_cast<Unit<BYTES>*>(to)[unit[u]] = sum.rounded();
+      Wire::store(a_, a_.out + token(begin + row[u], a_.num_tokens) * a_.out_stride, unit[u], sum);
     }
   }
 
-  // Loads partials first, ..., first + J - 1 of a token; bit j of the result: the j-th is there.
+  // Of partials first, ..., first + J - 1 of a token, bit j: whether the j-th is there, whether it has travelled.
+  struct Loaded {
+    unsigned present = 0, landed = 0;
+  };
   template <int J>
-  __device__ unsigned load_partials(Unit<BYTES>* values, int32_t row, int32_t unit, int32_t first, int32_t targets) {
+  __device__ Loaded load_partials(typename Wire::Value* values, int32_t row, int32_t unit, int32_t first,
+                                  int32_t targets) {
     const char* from[J];
-    unsigned present = 0;
+    Loaded loaded;
 #pragma unroll
     for (int j = 0; j < J; ++j) {
       from[j] = first + j < targets ? shared_.partial[row * targets + first + j] : nullptr;
-      present |= (from[j] != nullptr ? 1u : 0u) << j;
+      loaded.present |= (from[j] != nullptr ? 1u : 0u) << j;
+      loaded.landed |= ((reinterpret_cast<intptr_t>(from[j]) & kOwn) == 0 ? 1u : 0u) << j;
     }
 #pragma unroll
     for (int j = 0; j < J; ++j) {
-      if (from[j] != nullptr) values[j] = load(reinterpret_cast<const Unit<BYTES>*>(from[j]) + unit);
+      if (from[j] == nullptr) continue;
+      values[j] = loaded.landed >> j & 1 ? Wire::load_landing(a_, from[j], unit)
+                                         : Wire::load_row(a_, from[j] - kOwn, unit);
     }
-    return present;
+    return loaded;
   }
 
   const CombineArgs& a_;
@@ -242,20 +392,21 @@ class CombineBlock {
   DeviceFence<MASK> fence_;
   const int32_t group_, groups_;
   const bool descending_;
-  const int64_t first_byte_;
+  const int32_t first_unit_;
   int32_t units_;
 };
 
-template <class T, int BYTES, bool MASK>
+template <class T, class Wire, bool MASK>
 __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ CombineParams p) {
   __shared__ CombineShared shared;
   wait_for_predecessor();
-  CombineBlock<T, BYTES, MASK>(p, shared).run();
+  CombineBlock<T, Wire, MASK>(p, shared).run();
 }
 
 // One rank, one block per token: the row is loaded beside the word that says whether it counts.
 template <class T, int BYTES>
 __global__ void __launch_bounds__(kAloneThreads) combine_alone_kernel(const __grid_constant__ CombineParams p) {
+  using Wire = RowWire<T, BYTES>;  // nothing travels
   const CombineArgs& a = p.args;
   const int32_t t = static_cast<int32_t>(p.plan.descending ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
   wait_for_predecessor();
@@ -265,7 +416,7 @@ __global__ void __launch_bounds__(kAloneThreads) combine_alone_kernel(const __gr
   const bool active = !p.masked || ((a.mask.given ? a.mask.words[0] : p.comm.state->active[0]) & 1) != 0;
   const int32_t target = a.routing[2 * static_cast<int64_t>(a.tokens_per_rank) + t];
   const auto* from = reinterpret_cast<const Unit<BYTES>*>(a.expert_output.data + t * a.expert_output.stride);
-  auto* to = reinterpret_cast<Unit<BYTES>*>(a.out + t * a.out_stride);
+  char* to = a.out + t * a.out_stride;
   const int32_t units = static_cast<int32_t>(a.expert_output.bytes / BYTES), step = static_cast<int32_t>(blockDim.x);
   for (int32_t base = static_cast<int32_t>(threadIdx.x); base < units; base += 4 * step) {
     Unit<BYTES> value[4];
@@ -276,9 +427,9 @@ __global__ void __launch_bounds__(kAloneThreads) combine_alone_kernel(const __gr
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (base + i * step >= units) continue;
-      RunningSum<T, BYTES> sum;
-      if (active && target == 0) sum.add(value[i]);
-      to[base + i * step] = sum.rounded();
+      RunningSum<T, Wire::kElements> sum;
+      if (active && target == 0) Wire::add(sum, value[i], false);
+      Wire::store(a, to, base + i * step, sum);
     }
   }
 }
@@ -300,23 +451,26 @@ const void* alone_kernel_of(ElementType type, bool wide) {
   return nullptr;
 }
 
-template <class T>
-const void* kernel_for(bool wide, bool mask) {
-  constexpr int kOne = static_cast<int>(sizeof(T));
-  if (wide) {
-    return mask ? reinterpret_cast<const void*>(combine_kernel<T, 16, true>)
-                : reinterpret_cast<const void*>(combine_kernel<T, 16, false>);
-  }
-  return mask ? reinterpret_cast<const void*>(combine_kernel<T, kOne, true>)
-              : reinterpret_cast<const void*>(combine_kernel<T, kOne, false>);
+template <class T, class Wire>
+const void* kernel_on(bool mask) {
+  return mask ? reinterpret_cast<const void*>(combine_kernel<T, Wire, true>)
+              : reinterpret_cast<const void*>(combine_kernel<T, Wire, false>);
 }
 
-const void* kernel_of(ElementType type, bool wide, bool mask) {
+template <class T>
+const void* kernel_for(bool fp8, bool wide, bool mask) {
+  if constexpr (sizeof(T) < 8) {
+    if (fp8) return wide ? kernel_on<T, Fp8Wire<T, true>>(mask) : kernel_on<T, Fp8Wire<T, false>>(mask);
+  }
+  return wide ? kernel_on<T, RowWire<T, 16>>(mask) : kernel_on<T, RowWire<T, static_cast<int>(sizeof(T))>>(mask);
+}
+
+const void* kernel_of(ElementType type, bool fp8, bool wide, bool mask) {
   switch (type) {
-    case ElementType::kBFloat16: return kernel_for<__nv_bfloat16>(wide, mask);
-    case ElementType::kFloat16: return kernel_for<__half>(wide, mask);
-    case ElementType::kFloat32: return kernel_for<float>(wide, mask);
-    case ElementType::kFloat64: return kernel_for<double>(wide, mask);
+    case ElementType::kBFloat16: return kernel_for<__nv_bfloat16>(fp8, wide, mask);
+    case ElementType::kFloat16: return kernel_for<__half>(fp8, wide, mask);
+    case ElementType::kFloat32: return kernel_for<float>(fp8, wide, mask);
+    case ElementType::kFloat64: return kernel_for<double>(fp8, wide, mask);
   }
   return nullptr;
 }
@@ -337,8 +491,10 @@ std::vector<const void*> combine_alone_kernels() {
 std::vector<const void*> combine_kernels() {
   std::vector<const void*> all;
   for (const ElementType type : kElementTypes) {
-    for (const bool wide : {false, true}) {
-      for (const bool mask : {false, true}) all.push_back(kernel_of(type, wide, mask));
+    for (const bool fp8 : {false, true}) {
+      for (const bool wide : {false, true}) {
+        for (const bool mask : {false, true}) all.push_back(kernel_of(type, fp8, wide, mask));
+      }
     }
   }
   return all;
@@ -348,18 +504,24 @@ void combine(Communicator& comm, const CombineArgs& args, void* stream) {
   check_fits(comm, args);
   DeviceEnd& end = *comm.device_end();
   end.raise_failure(comm, OpKind::kCombine);
-  const bool mask = comm.options().enable_rank_mask;
+  const bool mask = comm.options().enable_rank_mask, alone = comm.ep_size() == 1;
+  const bool fp8 = comm.shape().wire != CombineWire::kRows && !alone;
+  const int64_t itemsize = element_size(args.element_type);
+  const int64_t alignment = alignment_of({reinterpret_cast<int64_t>(args.expert_output.data), args.expert_output.stride,
+                                          args.expert_output.bytes, reinterpret_cast<int64_t>(args.out), args.out_stride});
+  const bool wide = alignment >= (fp8 ? 4 * itemsize : 16);
+  const int64_t unit = fp8 ? 4 * itemsize : wide ? 16 : itemsize;  // bytes of expert_output
   CombineParams p{end.comm(comm, args.timeout_sec), args, end.plan(args.tokens_per_rank, args.expert_output.bytes), mask};
-  const bool wide = alignment_of({reinterpret_cast<int64_t>(args.expert_output.data), args.expert_output.stride,
-                                  args.expert_output.bytes, reinterpret_cast<int64_t>(args.out), args.out_stride}) == 16;
-  if (comm.ep_size() == 1) {
-    const int64_t units = args.expert_output.bytes / (wide ? 16 : args.expert_output.bytes / args.hidden_size);
-    launch(alone_kernel_of(args.element_type, wide), std::max(1, args.num_tokens), alone_threads(units), &p, end.pdl,
+  p.args.plain_fp8 = comm.shape().wire == CombineWire::kFp8Plain;
+  p.units = static_cast<int32_t>((args.expert_output.bytes + unit - 1) / unit);
+  // Pieces begin where a block of FP8 codes does.
+  p.piece_units = static_cast<int32_t>(round_up(p.plan.piece_bytes, kFp8Block * itemsize) / unit);
+  if (alone) {
+    launch(alone_kernel_of(args.element_type, wide), std::max(1, args.num_tokens), alone_threads(p.units), &p, end.pdl,
            stream, "combine");
     return;
   }
-  const void* kernel = kernel_of(args.element_type, wide, mask);
-  launch(kernel, p.plan.blocks(), p.plan.threads, &p, end.pdl, stream, "combine");
+  launch(kernel_of(args.element_type, fp8, wide, mask), p.plan.blocks(), p.plan.threads, &p, end.pdl, stream, "combine");
 }
 
 }  // namespace moe_ep::cuda
