@@ -93,7 +93,8 @@ MUTATIONS = [
     Mutation("second thread not refused",
              [(FENCE, "if (!state_.busy.compare_exchange_strong(expected, true))", "if (expected)")], FAILURES),
     Mutation("failure forgotten",
-             [(FENCE, "TimeoutError(state_.failure);", "TimeoutError(std::exchange(state_.failure, \"\"));")],
+             [(FENCE, "    throw TimeoutError(state_.failure);",
+               "    std::string text;\n    text.swap(state_.failure);\n    throw TimeoutError(text);")],
              FAILURES),
     Mutation("names of windows not removed", [(SHM, "if (linked_) shm_unlink(name_.c_str());", "")], FAILURES),
 ]
