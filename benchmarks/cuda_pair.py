@@ -5,12 +5,13 @@ of the time of a replay divided by its rounds. Inputs: H=7168, K=8, E=256, bfloa
 PDL on, unless told otherwise. The byte floor counts what this design moves through device memory; the copy ceiling is
 measured in the same run.
 
-    python benchmarks/cuda_pair.py [--out results/cuda_pair.jsonl] [--cases 8x1,1x4096] [--plan GROUPSxPIECESxTHREADS]
+    python -m benchmarks.cuda_pair [--out benchmarks/results/cuda_pair.jsonl] [--cases 8x1,1x4096] [--plan GROUPSxPIECESxTHREADS]
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 import torch
-from harness import Results, parser
+from benchmarks.harness import Results, parser
 
 import torch_moe_ep
 from torch_moe_ep import MoEEpCommParams, NVLinkOneSidedConfig, create_local_group
@@ -158,7 +159,7 @@ def main() -> None:
         ranks.check()
         us = {}
         for parts in args.parts.split(","):
-            times = time_graph(lambda p=parts: ranks.branches(args.rounds, p), args.replays)  # type: ignore[misc]
+            times = time_graph(functools.partial(ranks.branches, args.rounds, parts), args.replays)
             us[parts] = statistics.median(times) / args.rounds
         ranks.check()
         fence, lamport, sketch = PEER.get(case, (None, None, None))

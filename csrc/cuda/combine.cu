@@ -224,7 +224,7 @@ class CombineBlock {
       : a_(p.args),
         c_(p.comm),
         shared_(shared),
-        fence_(p.comm, OpKind::kCombine, p.args.mask, shared.fence),
+        fence_(p.comm, OpKind::kCombine, shared.fence),
         group_(divide(static_cast<int32_t>(blockIdx.x), p.plan.pieces)),
         groups_(p.plan.groups),
         descending_(p.plan.descending),
@@ -234,12 +234,13 @@ class CombineBlock {
   }
 
   __device__ void run() {
+    fence_.begin(a_.mask);
     StepHeader header{};
     header.tokens = a_.num_tokens;
     header.tokens_per_rank = a_.tokens_per_rank;
     header.top_k = a_.max_targets;
     header.hidden_bytes = a_.expert_output.bytes;
-    if (blockIdx.x == 0 && a_.tokens_per_rank > 0) header.dispatch_round = a_.routing[0];
+    if (a_.tokens_per_rank > 0) header.dispatch_round = a_.routing[0];  // in every block: a long wait compares headers
     put();
     fence_.put_header(header);
     fence_.signal(a_.num_tokens);
@@ -397,10 +398,11 @@ class CombineBlock {
 };
 
 template <class T, class Wire, bool MASK>
-__global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ CombineParams p) {
+__global__ void __launch_bounds__(kThreads, 2) combine_kernel(const __grid_constant__ CombineParams p) {
   __shared__ CombineShared shared;
+  CombineBlock<T, Wire, MASK> block(p, shared);
   wait_for_predecessor();
-  CombineBlock<T, Wire, MASK>(p, shared).run();
+  block.run();
 }
 
 // One rank, one block per token: the row is loaded beside the word that says whether it counts.

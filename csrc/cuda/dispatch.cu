@@ -22,7 +22,7 @@ namespace moe_ep::cuda {
 namespace {
 
 constexpr int kTile = 1024;  // (source, token) pairs looked at together
-constexpr int64_t kOwnFirstBytes = 64 * 1024;
+constexpr int64_t kOwnFirstBytes = 12 * 1024;
 
 struct DispatchParams {
   DeviceComm comm;
@@ -54,7 +54,7 @@ class DispatchBlock {
       : a_(p.args),
         c_(p.comm),
         shared_(shared),
-        fence_(p.comm, OpKind::kDispatch, p.args.mask, shared.fence),
+        fence_(p.comm, OpKind::kDispatch, shared.fence),
         split_(p.split),
         group_(divide(static_cast<int32_t>(blockIdx.x), p.plan.pieces)),
         groups_(p.plan.groups),
@@ -68,6 +68,7 @@ class DispatchBlock {
   }
 
   __device__ void run() {
+    fence_.begin(a_.mask);
     stage_rows();
     const StepHeader header = make_header();
     fence_.put_header(header);
@@ -318,10 +319,11 @@ class DispatchBlock {
 };
 
 template <int BYTES, bool MASK>
-__global__ void __launch_bounds__(kThreads) dispatch_kernel(const __grid_constant__ DispatchParams p) {
+__global__ void __launch_bounds__(kThreads, 2) dispatch_kernel(const __grid_constant__ DispatchParams p) {
   __shared__ DispatchShared shared;
+  DispatchBlock<BYTES, MASK> block(p, shared);
   wait_for_predecessor();
-  DispatchBlock<BYTES, MASK>(p, shared).run();
+  block.run();
 }
 
 // One rank, one block per row: a row goes where it was, whether or not an id selects an expert (the payload of a row

@@ -143,18 +143,17 @@ Plan DeviceEnd::plan(int32_t tokens_per_rank, int64_t row_bytes) const {
     p.piece_bytes = round_up((row_bytes + p.pieces - 1) / p.pieces, 128);
     return p;
   }
-  // Measured on an H200 (benchmarks/NOTES.md): pieces of 2 to 4 KiB, and of those the size that fills the blocks best.
+  // Measured on an H200 (benchmarks/NOTES.md): pieces of 2 KiB in small steps, where every thread then has one load; two
+  // pieces of a row where tokens are many, one where they fill the blocks by themselves. A rank without peers has its
+  // own grid, and takes what was written last first: the cache still holds it.
   Plan p;
   const int64_t tokens = std::max(1, tokens_per_rank);
-  const int64_t most = std::max<int64_t>(1, row_bytes / 2048), least = std::max<int64_t>(1, row_bytes / 4096);
-  for (int64_t pieces = std::min<int64_t>(most, max_blocks); pieces >= std::min<int64_t>(least, max_blocks); --pieces) {
-    const int64_t groups = std::min<int64_t>(tokens, max_blocks / pieces);
-    if (groups * pieces <= p.blocks() && p.piece_bytes > 0) continue;
-    p.groups = static_cast<int32_t>(groups);
-    p.pieces = static_cast<int32_t>(pieces);
-    p.piece_bytes = round_up((row_bytes + pieces - 1) / pieces, 128);
-  }
-  if (tokens * shape_.ep_size <= 64) p.threads = kThreads / 2;
+  int64_t pieces = tokens * shape_.ep_size <= 64 ? row_bytes / 2048 : tokens * 2 >= max_blocks * 3 ? 1 : 2;
+  pieces = std::clamp<int64_t>(pieces, 1, std::max<int64_t>(1, std::min<int64_t>(max_blocks, row_bytes / 512)));
+  p.pieces = static_cast<int32_t>(pieces);
+  p.groups = static_cast<int32_t>(std::min<int64_t>(tokens, max_blocks / pieces));
+  p.piece_bytes = round_up((row_bytes + pieces - 1) / pieces, 128);
+  p.descending = shape_.ep_size == 1;
   return p;
 }
 

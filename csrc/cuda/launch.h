@@ -13,7 +13,7 @@
 namespace moe_ep::cuda {
 
 constexpr int kMaxBlocks = 512;  // flags per peer and parity
-constexpr int kThreads = 512;    // of a block
+constexpr int kThreads = 256;    // of a block; two blocks share an SM
 
 // Device memory of one rank that no peer sees. All state that changes from round to round is here and is advanced by
 // the kernels, so that captured graphs replay in any order.

@@ -51,26 +51,32 @@ struct FenceShared {
   char* windows[kMaxRanks];    // base addresses
   int32_t tokens[kMaxRanks];   // T of each peer of this round; 0 for a masked or disagreeing one
   StepHeader headers[kMaxRanks];  // block 0: of the peers
+  uint64_t flags[kMaxRanks];      // block 0: their flags
 };
 
 template <bool MASK>
 class DeviceFence {
  public:
-  __device__ DeviceFence(const DeviceComm& comm, OpKind kind, const RankMask& mask, FenceShared& shared)
+  // Touches only what no kernel writes, so it may run before the predecessor has ended.
+  __device__ DeviceFence(const DeviceComm& comm, OpKind kind, FenceShared& shared)
       : comm_(comm), kind_(kind), shared_(shared) {
-    if (MASK && threadIdx.x < kMaskWords) {
-      shared.active[threadIdx.x] = mask.given ? mask.words[threadIdx.x] : comm.state->active[threadIdx.x];
-    }
     for (int32_t p = static_cast<int32_t>(threadIdx.x); p < comm.ep_size; p += static_cast<int32_t>(blockDim.x)) {
       shared.windows[p] = comm.windows[p];
     }
+  }
+
+  // After the predecessor has ended.
+  __device__ void begin(const RankMask& mask) {
+    if (MASK && threadIdx.x < kMaskWords) {
+      shared_.active[threadIdx.x] = mask.given ? mask.words[threadIdx.x] : comm_.state->active[threadIdx.x];
+    }
     if (threadIdx.x == 0) {
-      const uint32_t kinds = *reinterpret_cast<volatile uint32_t*>(comm.state->kinds);
-      const uint64_t before = *reinterpret_cast<volatile unsigned long long*>(&comm.state->ticket) / kTicket;
-      shared.round = before + 1;
-      shared.same_kind = (kinds >> 8 * (before & 3) & 0xFF) == static_cast<uint32_t>(kind);
+      const uint32_t kinds = *reinterpret_cast<volatile uint32_t*>(comm_.state->kinds);
+      const uint64_t before = *reinterpret_cast<volatile unsigned long long*>(&comm_.state->ticket) / kTicket;
+      shared_.round = before + 1;
+      shared_.same_kind = (kinds >> 8 * (before & 3) & 0xFF) == static_cast<uint32_t>(kind_);
       if (blockIdx.x == 0) {
-        *const_cast<volatile unsigned char*>(&comm.state->kinds[shared.round & 3]) = static_cast<unsigned char>(kind);
+        *const_cast<volatile unsigned char*>(&comm_.state->kinds[shared_.round & 3]) = static_cast<unsigned char>(kind_);
       }
     }
   }
@@ -80,7 +86,7 @@ class DeviceFence {
     if (threadIdx.x == 0) add_ticket(comm_);
   }
 
-  // All of these are valid after the first barrier that follows the constructor.
+  // All of these are valid after the first barrier that follows begin().
   __device__ uint64_t round() const { return shared_.round; }
   __device__ bool is_active(int32_t rank) const { return !MASK || (shared_.active[rank / 64] >> (rank % 64) & 1) != 0; }
   __device__ bool is_peer(int32_t rank) const {
@@ -154,6 +160,7 @@ class DeviceFence {
         shared_.tokens[p] = flag_kind(flag) == static_cast<int32_t>(kind_) ? flag_tokens(flag) : 0;
       }
       if (first && block == 0 && is_peer(p)) {  // read on the way, compared by check_headers()
+        shared_.flags[p] = flag;
         const StepHeader* from = own().header(comm_.offsets, comm_.shape, round(), p);
 #pragma unroll
         for (int w = 0; w < static_cast<int>(sizeof(StepHeader)) / 16; ++w) {
@@ -171,10 +178,8 @@ class DeviceFence {
     if (blockIdx.x != 0) return;
     await_async_copies();
     for (int32_t p = static_cast<int32_t>(threadIdx.x); p < comm_.ep_size; p += static_cast<int32_t>(blockDim.x)) {
-      if (!is_peer(p)) continue;
-      // The kind is in the flag, which the same thread has acquired.
-      const uint64_t flag = *own().flag(comm_.offsets, comm_.shape, round(), p);
-      disagrees(p, flag, mine, shared_.headers[p]);
+      // A flag of 0: the wait was given up because of a disagreement, which is on record.
+      if (is_peer(p) && shared_.flags[p] != 0) disagrees(p, shared_.flags[p], mine, shared_.headers[p]);
     }
   }
 
