@@ -128,6 +128,13 @@ def failing(tree: Path, *tests: str) -> Counter[str]:
     return Counter(re.findall(r"^(?:FAILED|ERROR) tests/(\w+\.py::\w+)", done.stdout, re.MULTILINE))
 
 
+def sweep() -> None:
+    """A mutant may leave windows behind: removes those of processes that are no more."""
+    for window in Path("/dev/shm").glob("moe_ep_*"):
+        if not Path("/proc", window.name.split("_")[2]).exists():
+            window.unlink(missing_ok=True)
+
+
 def main() -> int:
     words = sys.argv[1:]
     chosen = [m for m in MUTATIONS if not words or any(word in m.name for word in words)]
@@ -150,6 +157,7 @@ def main() -> int:
             broken = failing(tree, mutation.tests)
             for name, text in originals.items():
                 (tree / name).write_text(text)
+            sweep()
             survivors += not broken
             noticed = ", ".join(f"{name} ({count})" for name, count in sorted(broken.items()))
             lines.append(f"{mutation.name} -> {noticed or 'NOTHING NOTICES'}")
