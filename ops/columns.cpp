@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include "csrc/limits.h"
+
 namespace moe_ep::ops {
 namespace {
 
@@ -42,6 +44,22 @@ Rows Holder::rows(const at::Tensor& tensor) {
   for (int64_t d = 1; d < held.dim(); ++d) elements *= held.size(d);
   const int64_t itemsize = held.element_size();
   return {data_of<const char>(held), held.stride(0) * itemsize, elements * itemsize};
+}
+
+std::shared_ptr<Communicator> ready(const std::string& comm, OpKind kind, int64_t ep_size, at::Device device) {
+  std::shared_ptr<Communicator> found = find(comm);
+  const DeviceKind device_kind = device.is_cuda() ? DeviceKind::kCuda : DeviceKind::kCpu;
+  found->check_ready(kind, static_cast<int32_t>(ep_size), device_kind, device.is_cuda() ? device.index() : 0);
+  return found;
+}
+
+std::shared_ptr<Communicator> ready_to_dispatch(const meta::DispatchInputs& in) {
+  std::shared_ptr<Communicator> live;
+  guarded([&] {
+    live = ready(in.comm, OpKind::kDispatch, in.ep_size, in.hidden_states.device());
+    check_tokens_per_rank(*live, in.tokens_per_rank.guard_int(__FILE__, __LINE__));
+  });
+  return live;
 }
 
 RankMask pack_mask(const std::optional<at::Tensor>& active_rank_mask, int64_t ep_size) {

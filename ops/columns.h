@@ -3,8 +3,10 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "csrc/communicator.h"
 #include "csrc/ep.h"
@@ -57,6 +59,11 @@ void guarded(const Launch& launch) {
     TORCH_CHECK(false, error.what());
   }
 }
+
+// The live communicator of a call, checked against what the graph was traced for.
+std::shared_ptr<Communicator> ready(const std::string& comm, OpKind kind, int64_t ep_size, at::Device device);
+// The same for a dispatch, before its outputs are allocated: an R beyond the capacity is no reason to run out of memory.
+std::shared_ptr<Communicator> ready_to_dispatch(const meta::DispatchInputs& in);
 
 // combine_out of a column: straight into `out` where its rows allow it, else through a fresh tensor.
 template <class Launch>

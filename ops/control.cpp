@@ -67,6 +67,9 @@ py::dict describe(const std::string& name) {
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
+  m.attr("MAX_TOP_K") = kMaxTopK;
+  m.attr("MAX_TOKENS") = kMaxTokens;
+  m.attr("MAX_RANKS") = kMaxRanks;
 #ifdef MOE_EP_CUDA
   m.attr("has_cuda") = true;
   m.def("resident_blocks", &cuda::resident_blocks, py::arg("device_index"),

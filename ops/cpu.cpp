@@ -1,25 +1,14 @@
 // The CPU column: meta, then the same protocol as on the GPU between processes of one host.
 #include <torch/library.h>
 
-#include "csrc/limits.h"
 #include "ops/columns.h"
 
 namespace moe_ep::ops {
 namespace {
 
-std::shared_ptr<Communicator> ready(const std::string& comm, OpKind kind, int64_t ep_size) {
-  std::shared_ptr<Communicator> found = find(comm);
-  found->check_ready(kind, static_cast<int32_t>(ep_size), DeviceKind::kCpu, 0);
-  return found;
-}
-
 meta::DispatchOutputs dispatch_cpu(MOE_EP_DISPATCH_ARGS) {
   const meta::DispatchInputs in = MOE_EP_DISPATCH_INPUTS;
-  std::shared_ptr<Communicator> live;
-  guarded([&] {
-    live = ready(comm, OpKind::kDispatch, ep_size);
-    check_tokens_per_rank(*live, tokens_per_rank.guard_int(__FILE__, __LINE__));
-  });
+  const std::shared_ptr<Communicator> live = ready_to_dispatch(in);
   meta::DispatchOutputs out = meta::dispatch(in);
   guarded([&] {
     Holder holder;
@@ -30,7 +19,7 @@ meta::DispatchOutputs dispatch_cpu(MOE_EP_DISPATCH_ARGS) {
 
 void launch_combine(const meta::CombineInputs& in, const at::Tensor& out) {
   guarded([&] {
-    const auto live = ready(in.comm, OpKind::kCombine, in.ep_size);
+    const auto live = ready(in.comm, OpKind::kCombine, in.ep_size, in.expert_output.device());
     Holder holder;
     cpu::combine(*live, pack(in, out, holder));
   });

@@ -10,12 +10,6 @@
 namespace moe_ep::ops {
 namespace {
 
-std::shared_ptr<Communicator> ready(const std::string& comm, OpKind kind, int64_t ep_size, at::Device device) {
-  std::shared_ptr<Communicator> found = find(comm);
-  found->check_ready(kind, static_cast<int32_t>(ep_size), DeviceKind::kCuda, device.index());
-  return found;
-}
-
 void* current_stream(at::Device device) {
   const c10::impl::VirtualGuardImpl guard(device.type());
   return guard.getStream(device).native_handle();
@@ -25,9 +19,9 @@ meta::DispatchOutputs dispatch_cuda(MOE_EP_DISPATCH_ARGS) {
   const meta::DispatchInputs in = MOE_EP_DISPATCH_INPUTS;
   const at::Device device = hidden_states.device();
   const c10::DeviceGuard guard(device);
+  const std::shared_ptr<Communicator> live = ready_to_dispatch(in);
   meta::DispatchOutputs out = meta::dispatch(in);
   guarded([&] {
-    const auto live = ready(comm, OpKind::kDispatch, ep_size, device);
     Holder holder;
     cuda::dispatch(*live, pack(in, out, holder), current_stream(device));
   });

@@ -94,7 +94,7 @@ def test_params() -> None:
 
 
 def test_top_k_beyond_the_ops() -> None:
-    with pytest.raises(RuntimeError, match="top_k: expected 1..32, got 33"):
+    with pytest.raises(ValueError, match="MoEEpCommParams.top_k: ShmOneSidedAlltoAll takes at most 32, got 33"):
         create_communication(BootstrapConfig(1, 0), params(num_experts=64, top_k=33), "shm_one_sided")
 
 

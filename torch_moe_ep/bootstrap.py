@@ -193,8 +193,15 @@ def open_window(
     key = (id(group), bootstrap.rank, spec, namespace, name_suffix)
     with _lock:
         if key in _shared:
-            _shared[key].users += 1
-            return _shared[key]
+            window = _shared[key]
+            failure = _C.describe(window.name)["last_error"]
+            if failure:
+                raise RuntimeError(
+                    f"communicator {window.name!r} of an equal layout cannot be shared after: {failure}; destroy it on "
+                    "every rank first, or pass namespace=..."
+                )
+            window.users += 1
+            return window
 
     specs = exchange.allgather((asdict(spec), namespace, _next_number))
     if len(specs) != spec.ep_size:

@@ -45,6 +45,13 @@ class OneSidedAlltoAll(MoEEpCommunication):
         **launch: Any,
     ) -> None:
         super().__init__(bootstrap, params)
+        for name, value, most in (
+            ("MoEEpCommParams.top_k", params.top_k, _C.MAX_TOP_K),
+            ("MoEEpCommParams.max_tokens_per_rank", params.max_tokens_per_rank, _C.MAX_TOKENS),
+            ("BootstrapConfig.world_size", bootstrap.world_size, _C.MAX_RANKS),
+        ):
+            if value > most:
+                raise ValueError(f"{name}: {type(self).__name__} takes at most {most}, got {value}")
         self.config: NVLinkOneSidedConfig | ShmOneSidedConfig = config
         self.device = device
         self.timeout_sec = config.timeout_sec
