@@ -5,7 +5,7 @@ of the time of a replay divided by its rounds. Inputs: H=7168, K=8, E=256, bfloa
 PDL on, unless told otherwise. The byte floor counts what this design moves through device memory; the copy ceiling is
 measured in the same run.
 
-    python -m benchmarks.cuda_pair [--out benchmarks/results/cuda_pair.jsonl] [--cases 8x1,1x4096] [--plan GROUPSxPIECESxTHREADS]
+    python -m benchmarks.cuda_pair [--cases 8x1,1x4096] [--plan GROUPSxPIECESxTHREADS] [--out FILE]
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 import torch
-from benchmarks.harness import Results, parser
 
 import torch_moe_ep
+from benchmarks.harness import Results, parser
 from torch_moe_ep import MoEEpCommParams, NVLinkOneSidedConfig, create_local_group
 from torch_moe_ep.functional import combine, dispatch
 

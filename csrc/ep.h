@@ -34,8 +34,8 @@ enum class OpKind : int32_t { kDispatch = 1, kCombine = 2 };
 enum class DeviceKind : int32_t { kCpu = 0, kCuda = 1 };
 enum class ElementType : int32_t { kBFloat16, kFloat16, kFloat32, kFloat64 };
 
-// How combine's partials travel: as they are, or as FP8 (e4m3) with a float32 scale per block of elements (csrc/fp8.h), or as FP8
-// without scales (saturating at 448).
+// How combine's partials travel: as they are, or as FP8 (e4m3) with a float32 scale per block of elements (csrc/fp8.h),
+// or as FP8 without scales (saturating at 448).
 enum class CombineWire : int32_t { kRows = 0, kFp8 = 1, kFp8Plain = 2 };
 
 inline int64_t element_size(ElementType type) {

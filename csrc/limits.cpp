@@ -59,8 +59,9 @@ void check_fits(const Communicator& comm, const CombineArgs& a) {
   check.at_most(a.max_targets, shape.max_targets(), "routing: targets per token",
                 "pass the routing of a dispatch on this communicator");
   if (shape.wire != CombineWire::kRows && a.element_type == ElementType::kFloat64) {
-    check.fail("expert_output: float64 rows do not travel as FP8; pass float32 or create the communicator without "
-               "use_low_precision_combine");
+    check.fail(
+        "expert_output: float64 rows do not travel as FP8; pass float32 or create the communicator without "
+        "use_low_precision_combine");
   }
   check.at_most(shape.wire == CombineWire::kRows ? a.expert_output.bytes : fp8_row_bytes(a.hidden_size),
                 shape.combine_row_bytes, "expert_output: bytes per row",

@@ -90,6 +90,7 @@ struct Window {
     Offsets o{};
     int64_t at = 0;
     const int64_t w = s.ep_size, c = s.max_tokens;
+    // clang-format off
     o.flags = at;    at = round_up(at + 2 * s.flag_blocks * w * 8, 128);
     o.done = at;     at = round_up(at + w * 8, 128);
     o.headers = at;  at = round_up(at + 2 * w * static_cast<int64_t>(sizeof(StepHeader)), 128);
@@ -98,6 +99,7 @@ struct Window {
     o.weights = at;  at = round_up(at + w * c * s.max_top_k * s.weight_itemsize, 128);
     o.stage = at;    at = round_up(at + c * s.dispatch_row_bytes, 128);
     o.landing = at;  at = round_up(at + c * s.max_targets() * s.combine_row_bytes, 128);
+    // clang-format on
     o.bytes = at;
     return o;
   }

@@ -52,8 +52,8 @@ void check_dispatch(const DispatchInputs& in) {
                     in.invalid_expert_id);
   TORCH_CHECK_VALUE(in.invalid_expert_id >= INT32_MIN && in.invalid_expert_id <= INT32_MAX, op,
                     ": invalid_expert_id: expected a 32-bit value, got ", in.invalid_expert_id);
-  TORCH_CHECK_VALUE(in.hidden_states.dim() >= 2, op, ": hidden_states: expected [T, *] with at least 2 dimensions, got ",
-                    in.hidden_states.dim());
+  TORCH_CHECK_VALUE(in.hidden_states.dim() >= 2, op,
+                    ": hidden_states: expected [T, *] with at least 2 dimensions, got ", in.hidden_states.dim());
   TORCH_CHECK_VALUE(in.topk_ids.dim() == 2, op, ": topk_ids: expected [T, K], got ", in.topk_ids.dim(), " dimensions");
   const auto id_type = in.topk_ids.scalar_type();
   TORCH_CHECK_TYPE(id_type == at::kInt || id_type == at::kLong, op, ": topk_ids: expected int32 or int64, got ",
@@ -107,14 +107,15 @@ void check_combine(const CombineInputs& in) {
   TORCH_CHECK_VALUE(in.routing.dim() == 2, op, ": routing: expected the 2-dimensional tensor of a dispatch, got ",
                     in.routing.dim(), " dimensions");
   CHECK_SIZE(in.routing.sym_size(0).sym_ge(2 + in.ep_size), op, ": routing: expected 1 + ep_size + M rows, got ",
-             in.routing.sym_size(0), " for ep_size ", in.ep_size, "; pass the routing of a dispatch of the same ep_size");
+             in.routing.sym_size(0), " for ep_size ", in.ep_size,
+             "; pass the routing of a dispatch of the same ep_size");
   const c10::SymInt tokens_per_rank = in.routing.sym_size(1);
   CHECK_SIZE(in.expert_output.sym_size(0).sym_eq(tokens_per_rank * in.ep_size), op,
              ": expert_output: expected one row per row received, ep_size * tokens_per_rank = ",
              tokens_per_rank * in.ep_size, ", got ", in.expert_output.sym_size(0));
   CHECK_SIZE(in.num_tokens.sym_ge(0), op, ": num_tokens: expected at least 0, got ", in.num_tokens);
-  CHECK_SIZE(in.num_tokens.sym_le(tokens_per_rank), op, ": num_tokens: expected at most tokens_per_rank = ",
-             tokens_per_rank, ", got ", in.num_tokens);
+  CHECK_SIZE(in.num_tokens.sym_le(tokens_per_rank), op,
+             ": num_tokens: expected at most tokens_per_rank = ", tokens_per_rank, ", got ", in.num_tokens);
   check_same_device(op, "routing", in.routing, in.expert_output, "expert_output");
   check_same_device(op, "order", in.order, in.expert_output, "expert_output");
 }

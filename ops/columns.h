@@ -12,23 +12,23 @@
 #include "csrc/ep.h"
 #include "meta/shapes.h"
 
-#define MOE_EP_DISPATCH_ARGS                                                                                         \
-  const at::Tensor &hidden_states, const at::Tensor &topk_ids, const std::optional<at::Tensor>&topk_weights,         \
-      const std::optional<at::Tensor>&hidden_states_scale, at::Tensor &order, c10::SymInt tokens_per_rank,           \
-      int64_t num_experts, int64_t ep_size, int64_t invalid_expert_id,                                               \
-      const std::optional<at::Tensor>&eplb_local_stats, const std::optional<at::Tensor>&active_rank_mask,            \
+#define MOE_EP_DISPATCH_ARGS                                                                                           \
+  const at::Tensor &hidden_states, const at::Tensor &topk_ids, const std::optional<at::Tensor>&topk_weights,           \
+      const std::optional<at::Tensor>&hidden_states_scale, at::Tensor &order, c10::SymInt tokens_per_rank,             \
+      int64_t num_experts, int64_t ep_size, int64_t invalid_expert_id,                                                 \
+      const std::optional<at::Tensor>&eplb_local_stats, const std::optional<at::Tensor>&active_rank_mask,              \
       int64_t timeout_sec, std::string comm
-#define MOE_EP_DISPATCH_INPUTS                                                                                       \
-  moe_ep::meta::DispatchInputs {                                                                                     \
-    hidden_states, topk_ids, topk_weights, hidden_states_scale, order, tokens_per_rank, num_experts, ep_size,        \
-        invalid_expert_id, eplb_local_stats, active_rank_mask, timeout_sec, comm                                     \
+#define MOE_EP_DISPATCH_INPUTS                                                                                         \
+  moe_ep::meta::DispatchInputs {                                                                                       \
+    hidden_states, topk_ids, topk_weights, hidden_states_scale, order, tokens_per_rank, num_experts, ep_size,          \
+        invalid_expert_id, eplb_local_stats, active_rank_mask, timeout_sec, comm                                       \
   }
-#define MOE_EP_COMBINE_ARGS                                                                                          \
-  const at::Tensor &expert_output, const at::Tensor &routing, at::Tensor &order, c10::SymInt num_tokens,             \
+#define MOE_EP_COMBINE_ARGS                                                                                            \
+  const at::Tensor &expert_output, const at::Tensor &routing, at::Tensor &order, c10::SymInt num_tokens,               \
       int64_t ep_size, const std::optional<at::Tensor>&active_rank_mask, int64_t timeout_sec, std::string comm
-#define MOE_EP_COMBINE_INPUTS                                                                                        \
-  moe_ep::meta::CombineInputs {                                                                                      \
-    expert_output, routing, order, num_tokens, ep_size, active_rank_mask, timeout_sec, comm                          \
+#define MOE_EP_COMBINE_INPUTS                                                                                          \
+  moe_ep::meta::CombineInputs {                                                                                        \
+    expert_output, routing, order, num_tokens, ep_size, active_rank_mask, timeout_sec, comm                            \
   }
 
 namespace moe_ep::ops {
@@ -62,7 +62,8 @@ void guarded(const Launch& launch) {
 
 // The live communicator of a call, checked against what the graph was traced for.
 std::shared_ptr<Communicator> ready(const std::string& comm, OpKind kind, int64_t ep_size, at::Device device);
-// The same for a dispatch, before its outputs are allocated: an R beyond the capacity is no reason to run out of memory.
+// The same for a dispatch, before its outputs are allocated: an R beyond the capacity is no reason to run out of
+// memory.
 std::shared_ptr<Communicator> ready_to_dispatch(const meta::DispatchInputs& in);
 
 // combine_out of a column: straight into `out` where its rows allow it, else through a fresh tensor.

@@ -119,8 +119,9 @@ PYBIND11_MODULE(_C, m) {
         return py::bytes(moe_ep::open(options)->memory().handle());
       },
       py::kw_only(), py::arg("name"), py::arg("rank"), py::arg("ep_size"), py::arg("device"), py::arg("device_index"),
-      py::arg("memory") = "shm", py::arg("enable_rank_mask"), py::arg("pdl") = false, py::arg("max_tokens"), py::arg("max_top_k"), py::arg("eplb_experts"),
-      py::arg("weight_itemsize"), py::arg("dispatch_row_bytes"), py::arg("combine_row_bytes"), py::arg("wire") = "rows",
+      py::arg("memory") = "shm", py::arg("enable_rank_mask"), py::arg("pdl") = false, py::arg("max_tokens"),
+      py::arg("max_top_k"), py::arg("eplb_experts"), py::arg("weight_itemsize"), py::arg("dispatch_row_bytes"),
+      py::arg("combine_row_bytes"), py::arg("wire") = "rows",
       "Allocates this rank's window under `name`; returns the handle its peers connect to.");
   m.def("fp8_row_bytes", &fp8_row_bytes, py::arg("hidden_size"), "Bytes of a partial that travels as FP8.");
   m.def(
@@ -130,24 +131,29 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("name"), py::arg("handles"), py::arg("max_blocks") = 1,
       "Maps the windows of all ranks (handles by rank); a GPU's kernels use at most max_blocks thread blocks.");
-  m.def("suspend", [](const std::string& name) { find(name)->suspend(); },
-        "Gives the window's physical memory back and keeps all addresses.");
-  m.def("resume", [](const std::string& name) { return py::bytes(find(name)->resume()); },
-        "Puts fresh memory behind the window's address; returns the new handle for connect().");
-  m.def("seal", [](const std::string& name) { find(name)->memory().seal(); },
-        "Call once every rank has connected: nothing is left behind if a process dies later.");
+  m.def(
+      "suspend", [](const std::string& name) { find(name)->suspend(); },
+      "Gives the window's physical memory back and keeps all addresses.");
+  m.def(
+      "resume", [](const std::string& name) { return py::bytes(find(name)->resume()); },
+      "Puts fresh memory behind the window's address; returns the new handle for connect().");
+  m.def(
+      "seal", [](const std::string& name) { find(name)->memory().seal(); },
+      "Call once every rank has connected: nothing is left behind if a process dies later.");
   m.def("close", &moe_ep::close, "Unmaps and frees; idempotent.");
   m.def("names", &moe_ep::names, "Names of the open communicators.");
   m.def("describe", &describe, "Sizes and state of a communicator.");
-  m.def("set_active_ranks",
-        [](const std::string& name, const std::vector<int>& ranks) {
-          const auto comm = find(name);
-          comm->set_active_ranks(mask_of(ranks, comm->ep_size()));
-        },
-        "The ranks that take part in steps whose call passes no active_rank_mask.");
-  m.def("set_delay",
-        [](const std::string& name, const std::string& point, int64_t usec) {
-          find(name)->delay_usec[static_cast<int>(delay_point(point))] = usec;
-        },
-        "Tests only: holds this rank up at a point of every round, in microseconds.");
+  m.def(
+      "set_active_ranks",
+      [](const std::string& name, const std::vector<int>& ranks) {
+        const auto comm = find(name);
+        comm->set_active_ranks(mask_of(ranks, comm->ep_size()));
+      },
+      "The ranks that take part in steps whose call passes no active_rank_mask.");
+  m.def(
+      "set_delay",
+      [](const std::string& name, const std::string& point, int64_t usec) {
+        find(name)->delay_usec[static_cast<int>(delay_point(point))] = usec;
+      },
+      "Tests only: holds this rank up at a point of every round, in microseconds.");
 }

@@ -10,6 +10,7 @@ from pathlib import Path
 import expecttest
 import pytest
 import torch
+from mutations import MUTATIONS
 
 import torch_moe_ep
 from torch_moe_ep import _C
@@ -172,3 +173,9 @@ def test_the_control_plane_needs_no_torch() -> None:
 def test_what_the_package_offers() -> None:
     for name in torch_moe_ep.__all__:
         assert hasattr(torch_moe_ep, name), name
+
+
+def test_mutations_still_find_what_they_take_out() -> None:
+    for mutation in MUTATIONS:
+        for name, text, _ in mutation.edits:
+            assert (ROOT / name).read_text().count(text) == 1, f"{mutation.name}: {name} has moved on"

@@ -52,7 +52,8 @@ struct Codec<Float16> {
 constexpr int64_t kBlock = 512;  // elements summed at a time, in cache
 
 template <class T>
-inline __attribute__((always_inline)) void sum_rows(const char* const* partials, int32_t count, int64_t size, char* out) {
+inline __attribute__((always_inline)) void sum_rows(const char* const* partials, int32_t count, int64_t size,
+                                                    char* out) {
   using Sum = typename Codec<T>::Sum;
   Sum sums[kBlock];
   for (int64_t begin = 0; begin < size; begin += kBlock) {

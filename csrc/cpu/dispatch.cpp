@@ -17,8 +17,8 @@ std::vector<int32_t> sanitize_ids(const DispatchArgs& a, const ExpertSplit& spli
   for (int32_t t = 0; t < a.num_tokens; ++t) {
     for (int32_t k = 0; k < a.top_k; ++k) {
       const int64_t at = t * a.ids_row_stride + k * a.ids_col_stride;
-      const int64_t id = a.ids_are_int64 ? static_cast<const int64_t*>(a.topk_ids)[at]
-                                         : static_cast<const int32_t*>(a.topk_ids)[at];
+      const int64_t id =
+          a.ids_are_int64 ? static_cast<const int64_t*>(a.topk_ids)[at] : static_cast<const int32_t*>(a.topk_ids)[at];
       ids[static_cast<size_t>(t) * static_cast<size_t>(a.top_k) + static_cast<size_t>(k)] =
           split.contains(id) ? static_cast<int32_t>(id) : a.invalid_expert_id;
     }
@@ -75,7 +75,8 @@ class Receiver {
   }
 
   static void copy_row(char* out, int64_t row, const Rows& from, int32_t t) {
-    if (from.bytes > 0) std::memcpy(out + row * from.bytes, from.data + t * from.stride, static_cast<size_t>(from.bytes));
+    if (from.bytes > 0)
+      std::memcpy(out + row * from.bytes, from.data + t * from.stride, static_cast<size_t>(from.bytes));
   }
 
   const DispatchArgs& a_;

@@ -381,8 +381,8 @@ class CombineBlock {
 #pragma unroll
     for (int j = 0; j < J; ++j) {
       if (from[j] == nullptr) continue;
-      values[j] = loaded.landed >> j & 1 ? Wire::load_landing(a_, from[j], unit)
-                                         : Wire::load_row(a_, from[j] - kOwn, unit);
+      values[j] =
+          loaded.landed >> j & 1 ? Wire::load_landing(a_, from[j], unit) : Wire::load_row(a_, from[j] - kOwn, unit);
     }
     return loaded;
   }
@@ -509,11 +509,13 @@ void combine(Communicator& comm, const CombineArgs& args, void* stream) {
   const bool mask = comm.options().enable_rank_mask, alone = comm.ep_size() == 1;
   const bool fp8 = comm.shape().wire != CombineWire::kRows && !alone;
   const int64_t itemsize = element_size(args.element_type);
-  const int64_t alignment = alignment_of({reinterpret_cast<int64_t>(args.expert_output.data), args.expert_output.stride,
-                                          args.expert_output.bytes, reinterpret_cast<int64_t>(args.out), args.out_stride});
+  const int64_t alignment =
+      alignment_of({reinterpret_cast<int64_t>(args.expert_output.data), args.expert_output.stride,
+                    args.expert_output.bytes, reinterpret_cast<int64_t>(args.out), args.out_stride});
   const bool wide = alignment >= (fp8 ? 4 * itemsize : 16);
   const int64_t unit = fp8 ? 4 * itemsize : wide ? 16 : itemsize;  // bytes of expert_output
-  CombineParams p{end.comm(comm, args.timeout_sec), args, end.plan(args.tokens_per_rank, args.expert_output.bytes), mask};
+  CombineParams p{end.comm(comm, args.timeout_sec), args, end.plan(args.tokens_per_rank, args.expert_output.bytes),
+                  mask};
   p.args.plain_fp8 = comm.shape().wire == CombineWire::kFp8Plain;
   p.units = static_cast<int32_t>((args.expert_output.bytes + unit - 1) / unit);
   // Pieces begin where a block of FP8 codes does.
@@ -523,7 +525,8 @@ void combine(Communicator& comm, const CombineArgs& args, void* stream) {
            stream, "combine");
     return;
   }
-  launch(kernel_of(args.element_type, fp8, wide, mask), p.plan.blocks(), p.plan.threads, &p, end.pdl, stream, "combine");
+  launch(kernel_of(args.element_type, fp8, wide, mask), p.plan.blocks(), p.plan.threads, &p, end.pdl, stream,
+         "combine");
 }
 
 }  // namespace moe_ep::cuda

@@ -72,9 +72,10 @@ __device__ __forceinline__ void fence_sys() { asm volatile("fence.acq_rel.sys;" 
 
 // 16 bytes from global to shared memory while the thread goes on; await_async_copies() before they are read.
 __device__ __forceinline__ void copy_async(void* shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
-               "l"(global)
-               : "memory");
+  asm volatile(
+      "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+      "l"(global)
+      : "memory");
 }
 __device__ __forceinline__ void await_async_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
@@ -84,8 +85,8 @@ __device__ __forceinline__ void wait_for_predecessor() { asm volatile("griddepco
 // Lets the next kernel's blocks be launched; that kernel still waits for this one's end before it reads.
 __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// n / d for n >= 0, d >= 1, in a few instructions where n < 2^21: (n + 1/2) / d lies at least 1 / 2d from every integer,
-// and the two roundings move it by less than (n + 1/2) / d * 1.5 * 2^-23.
+// n / d for n >= 0, d >= 1, in a few instructions where n < 2^21: (n + 1/2) / d lies at least 1 / 2d from every
+// integer, and the two roundings move it by less than (n + 1/2) / d * 1.5 * 2^-23.
 __device__ __forceinline__ int32_t divide(int32_t n, int32_t d) {
   if (n >= 1 << 21) return n / d;
   float reciprocal;

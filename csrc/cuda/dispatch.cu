@@ -12,8 +12,8 @@
 #include <algorithm>
 
 #include "csrc/cuda/device.cuh"
-#include "csrc/cuda/launch.h"
 #include "csrc/cuda/launch.cuh"
+#include "csrc/cuda/launch.h"
 #include "csrc/limits.h"
 #include "csrc/routing.h"
 #include "csrc/transport/fence.cuh"
@@ -42,8 +42,8 @@ struct DispatchShared {
 // An own id as it travels: every id outside [0, E) becomes invalid_expert_id, before an int64 is narrowed.
 __device__ __forceinline__ int32_t sanitised_id(const DispatchArgs& a, int32_t t, int32_t k) {
   const int64_t at = t * a.ids_row_stride + k * a.ids_col_stride;
-  const int64_t id = a.ids_are_int64 ? static_cast<const int64_t*>(a.topk_ids)[at]
-                                     : static_cast<const int32_t*>(a.topk_ids)[at];
+  const int64_t id =
+      a.ids_are_int64 ? static_cast<const int64_t*>(a.topk_ids)[at] : static_cast<const int32_t*>(a.topk_ids)[at];
   return id >= 0 && id < a.num_experts ? static_cast<int32_t>(id) : a.invalid_expert_id;
 }
 
@@ -134,8 +134,7 @@ class DispatchBlock {
       if (words) first_weight = own_weight_at(lane);
     }
     copy_rows<BYTES, 8>(
-        own_tokens_, units_,
-        [&](int32_t i) { return a_.hidden.data + token(i) * a_.hidden.stride + first_byte_; },
+        own_tokens_, units_, [&](int32_t i) { return a_.hidden.data + token(i) * a_.hidden.stride + first_byte_; },
         [&](int32_t i) { return own.stage(c_.offsets, c_.shape, token(i)) + first_byte_; },
         [&] {
           __syncthreads();
@@ -143,9 +142,10 @@ class DispatchBlock {
         });
     if (piece_ == pieces_ - 1 && a_.scale.bytes > 0) {
       const int64_t offset = round_up(a_.hidden.bytes, 16);
-      copy_bytes(own_tokens_, a_.scale.bytes, static_cast<int32_t>(threadIdx.x), static_cast<int32_t>(blockDim.x),
-                 [&](int32_t i) { return a_.scale.data + token(i) * a_.scale.stride; },
-                 [&](int32_t i) { return own.stage(c_.offsets, c_.shape, token(i)) + offset; });
+      copy_bytes(
+          own_tokens_, a_.scale.bytes, static_cast<int32_t>(threadIdx.x), static_cast<int32_t>(blockDim.x),
+          [&](int32_t i) { return a_.scale.data + token(i) * a_.scale.stride; },
+          [&](int32_t i) { return own.stage(c_.offsets, c_.shape, token(i)) + offset; });
     }
     if (!puts) return;
     for (int32_t i = 1 + team; i < c_.ep_size; i += teams) {
@@ -161,9 +161,10 @@ class DispatchBlock {
         if (words) reinterpret_cast<uint32_t*>(out_weights)[to] = at == lane ? first_weight : own_weight_at(at);
       }
       if (!words) {
-        copy_bytes(own_tokens_, a_.weights.bytes, lane, team_size,
-                   [&](int32_t j) { return a_.weights.data + token(j) * a_.weights.stride; },
-                   [&](int32_t j) { return out_weights + token(j) * a_.weights.bytes; });
+        copy_bytes(
+            own_tokens_, a_.weights.bytes, lane, team_size,
+            [&](int32_t j) { return a_.weights.data + token(j) * a_.weights.stride; },
+            [&](int32_t j) { return out_weights + token(j) * a_.weights.bytes; });
       }
       if (group_ != 0) continue;
       int32_t* stats = window.eplb(c_.offsets, c_.shape, c_.rank);
@@ -254,8 +255,8 @@ class DispatchBlock {
     const int32_t row = source * a_.tokens_per_rank + t;
     if (slot >= 0 && k == 0) {
       const int32_t at = atomicAdd(&shared_.count, 1);
-      const char* from = own ? a_.hidden.data + t * a_.hidden.stride
-                             : fence_.window(source).stage(c_.offsets, c_.shape, t);
+      const char* from =
+          own ? a_.hidden.data + t * a_.hidden.stride : fence_.window(source).stage(c_.offsets, c_.shape, t);
       shared_.source[at] = from + first_byte_;
       shared_.row[at] = row;
     }
@@ -345,16 +346,17 @@ __global__ void __launch_bounds__(kAloneThreads) dispatch_alone_kernel(const __g
   if (holds) {
     const char* from = a.hidden.data + t * a.hidden.stride;
     char* to = a.out_hidden + t * a.hidden.bytes;
-    copy_rows<BYTES, 4>(1, static_cast<int32_t>(a.hidden.bytes / BYTES), [&](int32_t) { return from; },
-                        [&](int32_t) { return to; }, [] {});
+    copy_rows<BYTES, 4>(
+        1, static_cast<int32_t>(a.hidden.bytes / BYTES), [&](int32_t) { return from; }, [&](int32_t) { return to; },
+        [] {});
     copy_row_bytes(a.out_scale + t * a.scale.bytes, a.scale.data + t * a.scale.stride, a.scale.bytes, k,
                    static_cast<int32_t>(blockDim.x));
   }
   if (k < 32 && t < a.tokens_per_rank) {
     const bool here = __any_sync(0xFFFFFFFFu, turn && id >= 0 && id < a.num_experts);
     if (turn) a.out_topk_ids[static_cast<int64_t>(t) * a.top_k + k] = here && active ? id : a.invalid_expert_id;
-    copy_row_bytes(a.out_weights + t * a.weights.bytes, here && active ? a.weights.data + t * a.weights.stride : nullptr,
-                   a.weights.bytes, k, 32);
+    copy_row_bytes(a.out_weights + t * a.weights.bytes,
+                   here && active ? a.weights.data + t * a.weights.stride : nullptr, a.weights.bytes, k, 32);
     if (k == 0) {
       a.routing[t] = t == 0 ? static_cast<int32_t>(round & 0x7FFFFFFF) : 0;
       a.routing[a.tokens_per_rank + t] = here && active ? 0 : -1;

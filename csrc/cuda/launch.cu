@@ -46,7 +46,7 @@ int32_t resident_blocks(int32_t device_index) {
       // Also loads the kernel, so that its first launch may be inside a capture or beside a spinning one.
       int blocks = 0;
       check_runtime(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0),
-                 "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+                    "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
       per_sm = std::min(per_sm, blocks);
     }
   }
@@ -66,13 +66,14 @@ DeviceEnd::DeviceEnd(int32_t device_index, const WindowShape& shape) : device_in
     check_runtime(cudaMalloc(&state_, sizeof(DeviceState)), "cudaMalloc of the communicator's state");
     DeviceState state{};
     for (int32_t r = 0; r < shape.ep_size; ++r) state.active[r / 64] |= 1ull << (r % 64);
-    check_runtime(cudaMemcpy(state_, &state, sizeof state, cudaMemcpyHostToDevice), "cudaMemcpy of the communicator's state");
+    check_runtime(cudaMemcpy(state_, &state, sizeof state, cudaMemcpyHostToDevice),
+                  "cudaMemcpy of the communicator's state");
     void* page = mmap(nullptr, sizeof(PostMortem), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (page == MAP_FAILED) throw Error("mmap of the post-mortem record failed");
     post_mortem_ = static_cast<PostMortem*>(page);
     check_runtime(cudaHostRegister(page, 4096, cudaHostRegisterMapped), "cudaHostRegister of the post-mortem record");
     check_runtime(cudaHostGetDevicePointer(reinterpret_cast<void**>(&post_mortem_device_), page, 0),
-               "cudaHostGetDevicePointer of the post-mortem record");
+                  "cudaHostGetDevicePointer of the post-mortem record");
   } catch (...) {
     release();
     throw;
@@ -102,13 +103,13 @@ void DeviceEnd::release() {
 void DeviceEnd::connect(const std::vector<char*>& windows) {
   const OnDevice on(device_index_);
   check_runtime(cudaMemcpy(windows_, windows.data(), sizeof(char*) * windows.size(), cudaMemcpyHostToDevice),
-             "cudaMemcpy of the window table");
+                "cudaMemcpy of the window table");
 }
 
 void DeviceEnd::set_active(const RankMask& mask) {
   const OnDevice on(device_index_);
   check_runtime(cudaMemcpy(state_->active, mask.words, sizeof mask.words, cudaMemcpyHostToDevice),
-             "cudaMemcpy of the active ranks");
+                "cudaMemcpy of the active ranks");
 }
 
 uint64_t DeviceEnd::rounds() const {
@@ -143,9 +144,9 @@ Plan DeviceEnd::plan(int32_t tokens_per_rank, int64_t row_bytes) const {
     p.piece_bytes = round_up((row_bytes + p.pieces - 1) / p.pieces, 128);
     return p;
   }
-  // Measured on an H200 (benchmarks/NOTES.md): pieces of 2 KiB in small steps, where every thread then has one load; two
-  // pieces of a row where tokens are many, one where they fill the blocks by themselves. A rank without peers has its
-  // own grid, and takes what was written last first: the cache still holds it.
+  // Measured on an H200 (benchmarks/NOTES.md): pieces of 2 KiB in small steps, where every thread then has one load;
+  // two pieces of a row where tokens are many, one where they fill the blocks by themselves. A rank without peers has
+  // its own grid, and takes what was written last first: the cache still holds it.
   Plan p;
   const int64_t tokens = std::max(1, tokens_per_rank);
   int64_t pieces = tokens * shape_.ep_size <= 64 ? row_bytes / 2048 : tokens * 2 >= max_blocks * 3 ? 1 : 2;

@@ -47,8 +47,8 @@ template <class Src, class Dst>
 __device__ __forceinline__ void copy_bytes(int32_t rows, int64_t bytes, int32_t first, int32_t count, const Src& src_of,
                                            const Dst& dst_of) {
   if (rows == 0 || bytes == 0) return;
-  uintptr_t all = static_cast<uintptr_t>(bytes) | reinterpret_cast<uintptr_t>(src_of(0)) |
-                  reinterpret_cast<uintptr_t>(dst_of(0));
+  uintptr_t all =
+      static_cast<uintptr_t>(bytes) | reinterpret_cast<uintptr_t>(src_of(0)) | reinterpret_cast<uintptr_t>(dst_of(0));
   if (rows > 1) all |= reinterpret_cast<uintptr_t>(src_of(1)) | reinterpret_cast<uintptr_t>(dst_of(1));
   const bool words = all % 4 == 0;
   const int32_t units = static_cast<int32_t>(words ? bytes / 4 : bytes);

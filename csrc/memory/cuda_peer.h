@@ -52,9 +52,7 @@ struct PeerHandle {
       : process(this_process()), address(at), bytes(size), device(on), text_length(0), payload{} {}
 
   bool in_this_process() const { return process == this_process(); }
-  void set_text(const std::string& text) {
-    text_length = static_cast<int32_t>(text.copy(payload, sizeof payload));
-  }
+  void set_text(const std::string& text) { text_length = static_cast<int32_t>(text.copy(payload, sizeof payload)); }
   std::string text() const { return std::string(payload, static_cast<size_t>(text_length)); }
 
   std::string packed() const { return std::string(reinterpret_cast<const char*>(this), sizeof *this); }

@@ -135,9 +135,9 @@ class VmmMemory final : public WindowMemory {
     location_.type = CU_MEM_ALLOCATION_TYPE_PINNED;
     location_.requestedHandleTypes = fabric ? CU_MEM_HANDLE_TYPE_FABRIC : CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
     size_t granularity = 0;
-    check_driver(MOE_EP_DRIVER(cuMemGetAllocationGranularity)(&granularity, &location_,
-                                                              CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
-                 "cuMemGetAllocationGranularity");
+    check_driver(
+        MOE_EP_DRIVER(cuMemGetAllocationGranularity)(&granularity, &location_, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
+        "cuMemGetAllocationGranularity");
     bytes_ = (bytes + granularity - 1) / granularity * granularity;
     if (!fabric) exchange_ = std::make_unique<DescriptorExchange>();
     try {
@@ -175,8 +175,8 @@ class VmmMemory final : public WindowMemory {
         if (static_cast<int>(peer) == rank) bases_[peer] = own_;
       } else if (fabric_) {
         CUmemGenericAllocationHandle physical = 0;
-        check_driver(MOE_EP_DRIVER(cuMemImportFromShareableHandle)(
-                         &physical, const_cast<char*>(h.payload), CU_MEM_HANDLE_TYPE_FABRIC),
+        check_driver(MOE_EP_DRIVER(cuMemImportFromShareableHandle)(&physical, const_cast<char*>(h.payload),
+                                                                   CU_MEM_HANDLE_TYPE_FABRIC),
                      "importing a fabric handle");
         map_peer(peer, physical);
       } else {

@@ -25,7 +25,9 @@ class WindowMemory {
   virtual const std::vector<char*>& bases() const = 0;
   // Gives the physical memory back and keeps every address; resume() puts fresh zeros behind the own one, after which
   // connect() with new handles maps the peers where they were. Throws Error where the kind cannot.
-  virtual void suspend() { throw Error(std::string(kind()) + " windows cannot keep their addresses over a checkpoint"); }
+  virtual void suspend() {
+    throw Error(std::string(kind()) + " windows cannot keep their addresses over a checkpoint");
+  }
   virtual void resume() { suspend(); }
 };
 

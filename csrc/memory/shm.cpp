@@ -32,8 +32,8 @@ class ShmMemory final : public WindowMemory {
     if (status != 0) {
       ::close(fd);
       release();
-      throw Error("no room for a window of " + std::to_string(bytes) + " bytes in POSIX shared memory: " +
-                  std::strerror(status) +
+      throw Error("no room for a window of " + std::to_string(bytes) +
+                  " bytes in POSIX shared memory: " + std::strerror(status) +
                   "; lower max_tokens_per_rank or hidden_size, or enlarge /dev/shm (docker: --shm-size)");
     }
     try {
@@ -61,7 +61,7 @@ class ShmMemory final : public WindowMemory {
         throw Error("cannot map the window of rank " + std::to_string(peer) + ": shm_open(" + handles[peer] +
                     ") failed: " + std::strerror(errno) + "; all ranks must run on one host and share /dev/shm");
       }
-      struct stat info {};
+      struct stat info{};
       if (fstat(fd, &info) != 0 || static_cast<size_t>(info.st_size) != bytes_) {
         ::close(fd);
         throw Error("the window of rank " + std::to_string(peer) + " has " + std::to_string(info.st_size) +

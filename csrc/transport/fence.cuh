@@ -10,9 +10,9 @@
 // every block reads it when it begins, and adds its share when it ends: block 0 kTicket - (blocks - 1), every other
 // block 1, so that a launch adds kTicket in all, whatever its grid. A block that begins finds ticket / kTicket = rounds
 // completed, however many blocks have ended already, for the sum of a launch reaches kTicket only after this block has
-// added its own share. Example, kTicket = 65536, 3 blocks, 2 rounds completed: the ticket is 131072. Block 1 ends first:
-// 131073; block 0: 196607; block 2 begins only now, finds 196607 / 65536 = 2 and runs round 3 like the others; it ends:
-// 196608 = 3 * 65536.
+// added its own share. Example, kTicket = 65536, 3 blocks, 2 rounds completed: the ticket is 131072. Block 1 ends
+// first: 131073; block 0: 196607; block 2 begins only now, finds 196607 / 65536 = 2 and runs round 3 like the others;
+// it ends: 196608 = 3 * 65536.
 //
 // Reuse. A kernel of round n+1 starts after the whole kernel of round n on its rank has ended, and ends only after
 // every block saw a flag of every peer. So a flag of round n+1 from any block of peer p says that p has completed
@@ -46,12 +46,12 @@ __device__ __forceinline__ void add_ticket(const DeviceComm& comm) {
 
 struct FenceShared {
   uint64_t round;
-  int32_t same_kind;           // the round before was of this kind
+  int32_t same_kind;  // the round before was of this kind
   uint64_t active[kMaskWords];
-  char* windows[kMaxRanks];    // base addresses
-  int32_t tokens[kMaxRanks];   // T of each peer of this round; 0 for a masked or disagreeing one
+  char* windows[kMaxRanks];  // base addresses
+  int32_t tokens[kMaxRanks];  // T of each peer of this round; 0 for a masked or disagreeing one
   StepHeader headers[kMaxRanks];  // block 0: of the peers
-  uint64_t flags[kMaxRanks];      // block 0: their flags
+  uint64_t flags[kMaxRanks];  // block 0: their flags
 };
 
 template <bool MASK>
@@ -76,7 +76,8 @@ class DeviceFence {
       shared_.round = before + 1;
       shared_.same_kind = (kinds >> 8 * (before & 3) & 0xFF) == static_cast<uint32_t>(kind_);
       if (blockIdx.x == 0) {
-        *const_cast<volatile unsigned char*>(&comm_.state->kinds[shared_.round & 3]) = static_cast<unsigned char>(kind_);
+        *const_cast<volatile unsigned char*>(&comm_.state->kinds[shared_.round & 3]) =
+            static_cast<unsigned char>(kind_);
       }
     }
   }
@@ -89,9 +90,7 @@ class DeviceFence {
   // All of these are valid after the first barrier that follows begin().
   __device__ uint64_t round() const { return shared_.round; }
   __device__ bool is_active(int32_t rank) const { return !MASK || (shared_.active[rank / 64] >> (rank % 64) & 1) != 0; }
-  __device__ bool is_peer(int32_t rank) const {
-    return rank != comm_.rank && is_active(rank) && is_active(comm_.rank);
-  }
+  __device__ bool is_peer(int32_t rank) const { return rank != comm_.rank && is_active(rank) && is_active(comm_.rank); }
   __device__ Window window(int32_t rank) const { return Window{shared_.windows[rank]}; }
   __device__ Window own() const { return Window{comm_.own_window}; }  // valid at once
 
@@ -164,7 +163,8 @@ class DeviceFence {
         const StepHeader* from = own().header(comm_.offsets, comm_.shape, round(), p);
 #pragma unroll
         for (int w = 0; w < static_cast<int>(sizeof(StepHeader)) / 16; ++w) {
-          copy_async(reinterpret_cast<char*>(&shared_.headers[p]) + 16 * w, reinterpret_cast<const char*>(from) + 16 * w);
+          copy_async(reinterpret_cast<char*>(&shared_.headers[p]) + 16 * w,
+                     reinterpret_cast<const char*>(from) + 16 * w);
         }
       }
     }
@@ -188,17 +188,20 @@ class DeviceFence {
   __device__ uint64_t await_flag(int32_t p, int32_t block, const StepHeader& mine) {
     const uint64_t* word = own().flag(comm_.offsets, comm_.shape, round(), p, block);
     uint64_t flag = 0;
-    poll(p, PostMortem::kNoFlag, [&] {
-      flag = load_acquire_sys(word);
-      return flag_round(flag) >= round();
-    }, [&] {
-      // Long wait: has the peer's block 0 told of a step with another grid?
-      const uint64_t first = load_acquire_sys(own().flag(comm_.offsets, comm_.shape, round(), p, 0));
-      if (flag_round(first) < round()) return false;
-      if (!disagrees(p, first, mine, *own().header(comm_.offsets, comm_.shape, round(), p))) return false;
-      flag = 0;
-      return true;
-    });
+    poll(
+        p, PostMortem::kNoFlag,
+        [&] {
+          flag = load_acquire_sys(word);
+          return flag_round(flag) >= round();
+        },
+        [&] {
+          // Long wait: has the peer's block 0 told of a step with another grid?
+          const uint64_t first = load_acquire_sys(own().flag(comm_.offsets, comm_.shape, round(), p, 0));
+          if (flag_round(first) < round()) return false;
+          if (!disagrees(p, first, mine, *own().header(comm_.offsets, comm_.shape, round(), p))) return false;
+          flag = 0;
+          return true;
+        });
     return flag;
   }
 
