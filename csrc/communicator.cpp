@@ -1,5 +1,7 @@
 #include "csrc/communicator.h"
 
+#include <pthread.h>
+
 #include <map>
 #include <mutex>
 
@@ -9,6 +11,8 @@
 
 namespace moe_ep {
 namespace {
+
+std::atomic<int> forks{0};
 
 struct Registry {
   std::mutex mutex;
@@ -25,6 +29,9 @@ void require(bool ok, const std::string& text) {
   if (!ok) throw ArgumentError(text);
 }
 
+// How often this process and its ancestors have forked since the library was loaded.
+const int forks_counted = [] { return pthread_atfork(nullptr, nullptr, [] { ++forks; }); }();
+
 std::string got(int64_t value) { return ", got " + std::to_string(value); }
 
 void check_shape(const CommunicatorOptions& o) {
@@ -39,10 +46,16 @@ void check_shape(const CommunicatorOptions& o) {
           "top_k: expected 1.." + std::to_string(kMaxTopK) + got(s.max_top_k));
   require(s.eplb_experts >= 0, "eplb_stats_num_experts: expected at least 0" + got(s.eplb_experts));
   require(s.weight_itemsize >= 1, "weight_itemsize: expected at least 1" + got(s.weight_itemsize));
-  require(s.dispatch_row_bytes >= 0 && s.dispatch_row_bytes % 16 == 0,
-          "dispatch_row_bytes: expected a multiple of 16" + got(s.dispatch_row_bytes));
-  require(s.combine_row_bytes >= 0 && s.combine_row_bytes % 16 == 0,
-          "combine_row_bytes: expected a multiple of 16" + got(s.combine_row_bytes));
+  const auto check_row = [](const char* name, int64_t bytes) {
+    require(bytes >= 0 && bytes % 16 == 0, std::string(name) + ": expected a multiple of 16" + got(bytes));
+  };
+  check_row("dispatch_row_bytes", s.dispatch_row_bytes);
+  check_row("combine_row_bytes", s.combine_row_bytes);
+  // The walk of the window counts in 64 bits.
+  const double rows =
+      static_cast<double>(s.dispatch_row_bytes) + s.max_targets() * static_cast<double>(s.combine_row_bytes);
+  require(rows * s.max_tokens < 0x1p62,
+          "hidden_size: the window would have 2^62 bytes or more; lower it or max_tokens_per_rank");
 }
 
 std::unique_ptr<WindowMemory> make_memory(const CommunicatorOptions& o, int64_t window_bytes) {
@@ -68,7 +81,7 @@ class cuda::DeviceEnd {};
 
 Communicator::~Communicator() = default;
 
-Communicator::Communicator(const CommunicatorOptions& options) : options_(options) {
+Communicator::Communicator(const CommunicatorOptions& options) : options_(options), options_forks_(forks) {
   check_shape(options_);
 #ifdef MOE_EP_CUDA
   if (options_.device == DeviceKind::kCuda) options_.shape.flag_blocks = cuda::kMaxBlocks;
@@ -137,6 +150,7 @@ void Communicator::set_active_ranks(const RankMask& mask) {
 
 void Communicator::check_ready(OpKind kind, int32_t ep_size_arg, DeviceKind device, int32_t device_index) const {
   const std::string where = std::string(op_name(kind)) + ": communicator '" + name() + "' ";
+  require(forks == options_forks_, where + "was created before a fork; a forked process must create its own");
   require(connected(), where + "is not connected; finish its construction (or checkpoint_restore) on every rank first");
   require(ep_size() == ep_size_arg, where + "has ep_size " + std::to_string(ep_size()) +
                                         ", this call (or the graph it was traced into) was made for " +

@@ -83,6 +83,7 @@ class Communicator {
 
  private:
   CommunicatorOptions options_;
+  int options_forks_;  // a forked child must not take part in its parent's rounds
   Window::Offsets offsets_;
   std::unique_ptr<WindowMemory> memory_;
   std::vector<Window> windows_;  // by rank

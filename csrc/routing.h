@@ -12,7 +12,7 @@
 //                   the routing of different dispatches), the rest is 0
 //   row 1 + s       for the row received from token t of rank s: the index of this rank among that token's
 //                   targets (= its landing slot on rank s), or -1 where the row holds no token
-//   row 1 + W + j   the j-th target rank of local token t, or -1 (also for t >= T)
+//   row 1 + W + j   the j-th target rank of local token t, or -1: none, masked in the dispatch, or t >= T
 #pragma once
 
 #include <cstdint>

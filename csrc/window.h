@@ -41,12 +41,13 @@ struct alignas(16) StepHeader {
   int64_t hidden_bytes;     // bytes of one row of hidden_states / expert_output
   int64_t scale_bytes;
   int64_t dispatch_round;   // combine: the round of the dispatch that made its routing
-  int64_t reserved[2];
+  int64_t element_type;     // combine: ElementType
+  int64_t reserved;
 };
 static_assert(sizeof(StepHeader) == 64);
 
 // What of it must be equal on all ranks, by index (T may differ); csrc/transport/fence.cpp has their names.
-constexpr int32_t kHeaderFields = 8;
+constexpr int32_t kHeaderFields = 9;
 MOE_EP_HD int64_t header_field(const StepHeader& h, int32_t field) {
   switch (field) {
     case 0: return h.tokens_per_rank;
@@ -56,7 +57,8 @@ MOE_EP_HD int64_t header_field(const StepHeader& h, int32_t field) {
     case 4: return h.hidden_bytes;
     case 5: return h.scale_bytes;
     case 6: return h.num_eplb;
-    default: return h.dispatch_round;
+    case 7: return h.dispatch_round;
+    default: return h.element_type;
   }
 }
 

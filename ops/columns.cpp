@@ -33,6 +33,14 @@ bool has_contiguous_rows(const at::Tensor& tensor) {
   return tensor.size(0) <= 1 || tensor.stride(0) >= expected;
 }
 
+bool overlaps_itself(const at::Tensor& tensor) {
+  const int64_t rows = tensor.size(0), columns = tensor.size(1), down = tensor.stride(0), along = tensor.stride(1);
+  if (tensor.numel() <= 1) return false;
+  if (rows == 1) return along == 0;
+  if (columns == 1) return down == 0;
+  return down == 0 || along == 0 || (down <= (columns - 1) * along && along <= (rows - 1) * down);
+}
+
 const at::Tensor& Holder::keep(at::Tensor tensor) {
   tensors.push_back(std::move(tensor));
   return tensors.back();

@@ -47,6 +47,8 @@ DispatchArgs pack(const meta::DispatchInputs& in, const meta::DispatchOutputs& o
 CombineArgs pack(const meta::CombineInputs& in, const at::Tensor& out, Holder& holder);
 // Whether combine can write rows of `out` in place.
 bool has_contiguous_rows(const at::Tensor& tensor);
+// Whether elements of a 2-dimensional tensor may share memory.
+bool overlaps_itself(const at::Tensor& tensor);
 
 // Runs the launch; csrc's exceptions become ValueError (nothing was sent) or RuntimeError.
 template <class Launch>
@@ -66,17 +68,21 @@ std::shared_ptr<Communicator> ready(const std::string& comm, OpKind kind, int64_
 // memory.
 std::shared_ptr<Communicator> ready_to_dispatch(const meta::DispatchInputs& in);
 
-// combine_out of a column: straight into `out` where its rows allow it, else through a fresh tensor.
+// combine_out of a column: straight into `out` where its rows allow it and are nobody's input, else through a fresh
+// tensor.
 template <class Launch>
 void combine_out_through(const meta::CombineInputs& in, at::Tensor& out, const Launch& launch_combine) {
   meta::combine_out(in, out);
-  if (has_contiguous_rows(out)) {
+  TORCH_CHECK_VALUE(!overlaps_itself(out), "combine_out: out: expected elements that do not share memory, got strides ",
+                    out.strides());
+  if (has_contiguous_rows(out) && !out.is_alias_of(in.expert_output)) {
     launch_combine(in, out);
   } else {
     const at::Tensor rows = meta::combine(in);
     launch_combine(in, rows);
     out.copy_(rows);
   }
+  if (!out.is_inference()) out.unsafeGetTensorImpl()->bump_version();  // autograd may have saved it
 }
 
 }  // namespace moe_ep::ops

@@ -2,8 +2,10 @@
 // and Python, never torch; the ops themselves need none of it (a C++ program calls csrc/communicator.h directly).
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <unistd.h>
 
 #include "csrc/communicator.h"
+#include "csrc/transport/host_wait.h"
 #ifdef MOE_EP_CUDA
 #include "csrc/cuda/launch.h"
 #endif
@@ -66,7 +68,18 @@ py::dict describe(const std::string& name) {
 
 }  // namespace
 
+// Ctrl-C: ends the op with an error and stays pending, so that KeyboardInterrupt follows as soon as Python code runs.
+// Other threads than the main one never get it, and must not ask for the GIL while the interpreter ends.
+bool keyboard_interrupt() {
+  if (gettid() != getpid()) return false;
+  const py::gil_scoped_acquire gil;
+  if (!PyOS_InterruptOccurred()) return false;
+  PyErr_SetInterrupt();
+  return true;
+}
+
 PYBIND11_MODULE(_C, m) {
+  interrupt_check() = keyboard_interrupt;
   m.attr("MAX_TOP_K") = kMaxTopK;
   m.attr("MAX_TOKENS") = kMaxTokens;
   m.attr("MAX_RANKS") = kMaxRanks;

@@ -203,10 +203,15 @@ def open_window(
             window.users += 1
             return window
 
-    specs = exchange.allgather((asdict(spec), namespace, _next_number))
-    if len(specs) != spec.ep_size:
-        raise ValueError(f"comm_backend: allgather returned {len(specs)} entries for world_size {spec.ep_size}")
-    for rank, (other, other_namespace, _) in enumerate(specs):
+    specs = exchange.allgather((bootstrap.rank, asdict(spec), namespace, _next_number))
+    if not isinstance(specs, list | tuple) or len(specs) != spec.ep_size:
+        count = len(specs) if isinstance(specs, list | tuple) else repr(specs)
+        raise ValueError(f"comm_backend: allgather returned {count} entries for world_size {spec.ep_size}")
+    ranks = [entry[0] if isinstance(entry, tuple) and len(entry) == 4 else entry for entry in specs]
+    if ranks != list(range(spec.ep_size)):
+        raise ValueError(f"comm_backend: expected the entries of ranks 0..{spec.ep_size - 1} in order from allgather, "
+                         f"got those of {ranks!r:.200}")
+    for rank, (_, other, other_namespace, _) in enumerate(specs):
         for what, mine, theirs in [(k, v, other[k]) for k, v in asdict(spec).items() if k != "device"] + [
             ("namespace", namespace, other_namespace)
         ]:
@@ -215,7 +220,7 @@ def open_window(
                     f"{what}: rank {bootstrap.rank} has {mine!r}, rank {rank} has {theirs!r}; "
                     "it must be the same on every rank"
                 )
-    number = _take_number(max(n for _, _, n in specs))
+    number = _take_number(max(n for *_, n in specs))
     # Equal on all ranks, so that a graph compiled by one can be loaded from the cache by another.
     name = f"{spec.backend}.{spec.ep_size}.{number}{name_suffix}"
     device = torch.device(spec.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from torch_moe_ep.params import MoEEpCommParams
 
@@ -111,6 +112,9 @@ def combine(
     expert_output = expert_output.flatten(0, 1) if expert_output.dim() == 3 else expert_output
     options = _Options(group.comm, group.ep_size, group.timeout_sec)
     if out is not None:
+        if torch.is_grad_enabled() and (expert_output.requires_grad or out.requires_grad):
+            raise ValueError("combine: out: a result written into a tensor is not differentiable; expected inputs that "
+                             "do not require grad, or torch.no_grad()")
         torch.ops.moe_ep.combine_out(
             expert_output, routing, group.order, num_tokens=num_tokens, ep_size=group.ep_size,
             active_rank_mask=active_rank_mask, timeout_sec=group.timeout_sec, comm=group.comm, out=out,
@@ -193,6 +197,7 @@ class _Dispatch(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_hidden, _ids, grad_weights, _scale, _stats, _routing):  # type: ignore[no-untyped-def]
         routing, order = ctx.saved_tensors
         home = lambda grad: _combine(  # noqa: E731
@@ -213,6 +218,7 @@ class _Combine(torch.autograd.Function):
         return _combine(expert_output, routing, order, num_tokens, active_rank_mask, options)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output):  # type: ignore[no-untyped-def]
         routing, order = ctx.saved_tensors
         w = ctx.options.ep_size

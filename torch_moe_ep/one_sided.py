@@ -73,7 +73,7 @@ class OneSidedAlltoAll(MoEEpCommunication):
             + _round_up_16(config.extra_payload_bytes_per_token),
             # Expert outputs come back unquantized, at least 16 bits wide, unless they travel as FP8.
             combine_row_bytes=(
-                _round_up_16(params.hidden_size * max(itemsize, 2))
+                _round_up_16(max(params.hidden_size * max(itemsize, 2), params.top_k * max(itemsize, 4)))
                 if wire == "rows"
                 else _C.fp8_row_bytes(params.hidden_size)
             ),
@@ -89,6 +89,15 @@ class OneSidedAlltoAll(MoEEpCommunication):
         self._num_tokens = 0
         if self.ep_rank == 0:
             logger.info("%s: window of %.1f MiB per rank", self.comm, self.window_bytes / 2**20)
+
+    def __copy__(self) -> OneSidedAlltoAll:
+        return self  # it stands for windows that peers have mapped: of such a thing there is no second one
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OneSidedAlltoAll:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"{type(self).__name__} cannot be pickled; create one in each process")
 
     def _require_live(self) -> None:
         if self._window is None:

@@ -88,16 +88,16 @@ class Receiver {
 void route_local_tokens(const DispatchArgs& a, const std::vector<int32_t>& ids, const ExpertSplit& split,
                         const Communicator& comm, const RankMask& mask, std::vector<char>& needed) {
   const int32_t max_targets = std::min(a.top_k, comm.ep_size());
+  const bool here = HostFence::is_active(mask, comm.rank());
   int32_t* out = a.routing + static_cast<int64_t>(1 + comm.ep_size()) * a.tokens_per_rank;
   for (int32_t t = 0; t < a.tokens_per_rank; ++t) {
     int32_t targets[kMaxTopK];
     const int32_t count =
         t < a.num_tokens ? find_targets(ids.data() + static_cast<int64_t>(t) * a.top_k, a.top_k, split, targets) : 0;
     for (int32_t j = 0; j < max_targets; ++j) {
-      out[static_cast<int64_t>(j) * a.tokens_per_rank + t] = j < count ? targets[j] : -1;
-      if (j < count && targets[j] != comm.rank() && HostFence::is_active(mask, targets[j])) {
-        needed[static_cast<size_t>(t)] = 1;
-      }
+      const bool sent = j < count && here && HostFence::is_active(mask, targets[j]);
+      out[static_cast<int64_t>(j) * a.tokens_per_rank + t] = sent ? targets[j] : -1;
+      if (sent && targets[j] != comm.rank()) needed[static_cast<size_t>(t)] = 1;
     }
   }
 }

@@ -236,6 +236,7 @@ class CombineBlock {
   __device__ void run() {
     fence_.begin(a_.mask);
     StepHeader header{};
+    header.element_type = static_cast<int64_t>(a_.element_type);
     header.tokens = a_.num_tokens;
     header.tokens_per_rank = a_.tokens_per_rank;
     header.top_k = a_.max_targets;

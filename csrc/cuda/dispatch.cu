@@ -274,8 +274,9 @@ class DispatchBlock {
       if (k == 0) a_.routing[t] = t == 0 ? static_cast<int32_t>(fence_.round() & 0x7FFFFFFF) : 0;
       int32_t* out = a_.routing + static_cast<int64_t>(1 + c_.ep_size) * a_.tokens_per_rank + t;
       const int32_t max_targets = a_.top_k < c_.ep_size ? a_.top_k : c_.ep_size;
-      // Masked or not: a mask leaves slots where they are.
-      if (fresh) out[static_cast<int64_t>(__popc(targets & before)) * a_.tokens_per_rank] = rank;
+      // A mask leaves slots where they are; a target that it cuts off is none for combine.
+      const bool sent = fence_.is_active(rank) && fence_.is_active(c_.rank);
+      if (fresh) out[static_cast<int64_t>(__popc(targets & before)) * a_.tokens_per_rank] = sent ? rank : -1;
       if (k >= __popc(targets) && k < max_targets) out[static_cast<int64_t>(k) * a_.tokens_per_rank] = -1;
     }
     const int64_t out = static_cast<int64_t>(row) * a_.top_k + k;
@@ -360,7 +361,7 @@ __global__ void __launch_bounds__(kAloneThreads) dispatch_alone_kernel(const __g
     if (k == 0) {
       a.routing[t] = t == 0 ? static_cast<int32_t>(round & 0x7FFFFFFF) : 0;
       a.routing[a.tokens_per_rank + t] = here && active ? 0 : -1;
-      a.routing[2 * static_cast<int64_t>(a.tokens_per_rank) + t] = here ? 0 : -1;
+      a.routing[2 * static_cast<int64_t>(a.tokens_per_rank) + t] = here && active ? 0 : -1;
     }
   }
   if (t == 0) {

@@ -28,7 +28,9 @@ class ShmMemory final : public WindowMemory {
     const int fd = shm_open(name_.c_str(), O_CREAT | O_EXCL | O_RDWR, 0600);
     if (fd < 0) throw Error("shm_open(" + name_ + ") failed: " + std::strerror(errno));
     linked_ = true;
-    const int status = posix_fallocate(fd, 0, static_cast<off_t>(bytes));
+    int status;
+    do status = posix_fallocate(fd, 0, static_cast<off_t>(bytes));
+    while (status == EINTR);
     if (status != 0) {
       ::close(fd);
       release();

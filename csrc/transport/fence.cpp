@@ -2,6 +2,11 @@
 
 namespace moe_ep {
 
+std::atomic<InterruptCheck>& interrupt_check() {
+  static std::atomic<InterruptCheck> check{nullptr};
+  return check;
+}
+
 std::string disagreement_text(const Communicator& comm, OpKind kind, uint64_t round, int32_t peer, int32_t field,
                               int64_t mine, int64_t theirs) {
   static const char* const kNames[kHeaderFields] = {
@@ -13,6 +18,7 @@ std::string disagreement_text(const Communicator& comm, OpKind kind, uint64_t ro
       "the bytes of a row of hidden_states_scale (0 = not passed)",
       "the length of eplb_local_stats (0 = not passed)",
       "the dispatch whose routing is combined (its round)",
+      "the dtype of expert_output (0 bfloat16, 1 float16, 2 float32, 3 float64)",
   };
   const auto value = [&](int64_t v) {
     return field < 0 ? std::string(op_name(static_cast<OpKind>(v))) : std::to_string(v);

@@ -140,8 +140,12 @@ class HostFence {
 
   template <class Ready>
   void wait(const Ready& ready, int32_t peer, const std::string& what) {
-    if (spin_until(ready, deadline_)) return;
-    state_.failure = timeout_text(comm_, kind_, round_, peer, what, deadline_.timeout_sec);
+    const WaitEnd end = spin_until(ready, deadline_);
+    if (end == WaitEnd::kReady) return;
+    state_.failure = end == WaitEnd::kDeadline
+                         ? timeout_text(comm_, kind_, round_, peer, what, deadline_.timeout_sec)
+                         : std::string(op_name(kind_)) + " round " + std::to_string(round_) +
+                               " was interrupted while it waited for rank " + std::to_string(peer);
     throw TimeoutError(state_.failure);
   }
 

@@ -3,6 +3,7 @@
 
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -20,19 +21,27 @@ inline uint64_t load_acquire(const uint64_t* word) {
 }
 
 struct Deadline {
+  // More than 30 years are 30 years: the clock counts nanoseconds in 64 bits.
   explicit Deadline(int64_t seconds)
-      : timeout_sec(seconds), at(std::chrono::steady_clock::now() + std::chrono::seconds(seconds)) {}
+      : timeout_sec(seconds),
+        at(std::chrono::steady_clock::now() + std::chrono::seconds(std::min<int64_t>(seconds, 1'000'000'000))) {}
   int64_t timeout_sec;
   std::chrono::steady_clock::time_point at;
 };
 
+// Asked now and then by a long wait: whether the person at the keyboard wants it to end. Null: nobody asks.
+using InterruptCheck = bool (*)();
+std::atomic<InterruptCheck>& interrupt_check();
+
+enum class WaitEnd { kReady, kDeadline, kInterrupt };
+
 // Spins shortly, then yields (ranks may outnumber cores), then naps (a peer may be minutes away). False once the
 // deadline has passed.
 template <class Ready>
-bool spin_until(const Ready& ready, const Deadline& deadline) {
+WaitEnd spin_until(const Ready& ready, const Deadline& deadline) {
   constexpr int kSpins = 64, kYields = 4096;
   for (int64_t i = 0;; ++i) {
-    if (ready()) return true;
+    if (ready()) return WaitEnd::kReady;
     if (i < kSpins) {
 #if defined(__x86_64__)
       __builtin_ia32_pause();
@@ -44,7 +53,13 @@ bool spin_until(const Ready& ready, const Deadline& deadline) {
     } else {
       std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
-    if (i % 64 == 0 && std::chrono::steady_clock::now() > deadline.at) return ready();
+    if (i % 64 == 0 && std::chrono::steady_clock::now() > deadline.at) {
+      return ready() ? WaitEnd::kReady : WaitEnd::kDeadline;
+    }
+    if (i > kSpins + kYields && i % 1024 == 0) {
+      const InterruptCheck interrupted = interrupt_check().load();
+      if (interrupted != nullptr && interrupted()) return WaitEnd::kInterrupt;
+    }
   }
 }
 
