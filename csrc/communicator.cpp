@@ -135,7 +135,7 @@ std::string Communicator::failure() const {
 #ifdef MOE_EP_CUDA
   if (device_end_ != nullptr) return device_end_->failure_text(*this);
 #endif
-  return host_.failure;
+  return host_.failure();
 }
 
 RankMask Communicator::active_ranks(const RankMask& passed) const { return passed.given ? passed : active_; }

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -64,11 +65,24 @@ class Communicator {
 
   // State of the CPU column. One op at a time; a second thread is told so (two streams need two communicators).
   struct HostState {
-    uint64_t round = 0;                 // rounds begun on this communicator, dispatch and combine alike
+    std::atomic<uint64_t> round{0};     // rounds begun on this communicator, dispatch and combine alike
     uint64_t last_round[3] = {0, 0, 0}; // by OpKind: the last round that used its memory
     std::vector<uint64_t> heard;        // [W] the last round for which the peer's flag was seen
     std::atomic<bool> busy{false};
-    std::string failure;                // why the communicator cannot be used again
+
+    // Why the communicator cannot be used again, "" while it can. Any thread may ask.
+    std::string failure() const {
+      const std::lock_guard<std::mutex> lock(mutex);
+      return failure_text;
+    }
+    void fail(const std::string& text) {
+      const std::lock_guard<std::mutex> lock(mutex);
+      failure_text = text;
+    }
+
+   private:
+    mutable std::mutex mutex;
+    std::string failure_text;
   };
   HostState& host() { return host_; }
 

@@ -7,8 +7,6 @@
 namespace moe_ep::meta {
 namespace {
 
-constexpr int64_t kMaxTopK = 32, kMaxRanks = 256;
-
 // A condition on sizes: true or false for numbers, an assumption recorded in the graph for symbols. Never an `if`.
 #define CHECK_SIZE(cond, ...) TORCH_CHECK_VALUE((cond).expect_true(__FILE__, __LINE__), __VA_ARGS__)
 

@@ -11,6 +11,9 @@
 
 namespace moe_ep::meta {
 
+// Those of csrc/ep.h, which this room does not see; ops/columns.cpp holds them together.
+constexpr int64_t kMaxTopK = 32, kMaxRanks = 256;
+
 struct DispatchInputs {
   const at::Tensor& hidden_states;                       // [T, *]
   const at::Tensor& topk_ids;                            // [T, K] int32 or int64

@@ -7,6 +7,8 @@
 namespace moe_ep::ops {
 namespace {
 
+static_assert(meta::kMaxTopK == kMaxTopK && meta::kMaxRanks == kMaxRanks);
+
 ElementType element_type(at::ScalarType type) {
   switch (type) {
     case at::kBFloat16: return ElementType::kBFloat16;

@@ -38,7 +38,7 @@ struct Holder {
   std::vector<at::Tensor> tensors;
   // The tensor as rows of contiguous bytes; copied only where the bytes of a row are not contiguous.
   Rows rows(const at::Tensor& tensor);
-  // The same for a tensor written to, which must already have such rows.
+  // Keeps a tensor alive.
   const at::Tensor& keep(at::Tensor tensor);
 };
 

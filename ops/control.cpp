@@ -85,6 +85,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("MAX_RANKS") = kMaxRanks;
 #ifdef MOE_EP_CUDA
   m.attr("has_cuda") = true;
+  m.attr("MAX_BLOCKS") = cuda::kMaxBlocks;
   m.def("resident_blocks", &cuda::resident_blocks, py::arg("device_index"),
         "Thread blocks of the kernels that the device holds at once. Loads the kernels.");
   m.def(

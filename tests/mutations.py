@@ -92,11 +92,9 @@ MUTATIONS = [
              [(COMBINE, " || !HostFence::is_active(mask, rank)) continue;", ") continue;")], ROWS),
     Mutation("second thread not refused",
              [(FENCE, "if (!state_.busy.compare_exchange_strong(expected, true))", "if (expected)")], FAILURES),
-    Mutation("failure forgotten",
-             [(FENCE, "    throw TimeoutError(state_.failure);",
-               "    std::string text;\n    text.swap(state_.failure);\n    throw TimeoutError(text);")],
+    Mutation("failure forgotten", [(FENCE, "    state_.fail(failure);\n", "")], FAILURES),
+    Mutation("names of windows not removed", [(SHM, "    shm_unlink(name_.c_str());\n    ::close", "    ::close")],
              FAILURES),
-    Mutation("names of windows not removed", [(SHM, "if (linked_) shm_unlink(name_.c_str());", "")], FAILURES),
 ]
 
 

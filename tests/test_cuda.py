@@ -409,7 +409,7 @@ def test_a_kind_of_memory_that_no_rank_has_is_named(monkeypatch: pytest.MonkeyPa
     from torch_moe_ep import nvlink_one_sided
 
     monkeypatch.setattr(nvlink_one_sided, "MEMORY_KINDS", ("papyrus",))
-    with pytest.raises(RuntimeError, match="allocating the windows .papyrus. failed on 2 of 2 ranks"):
+    with pytest.raises(ValueError, match="allocating the windows .papyrus. failed on 2 of 2 ranks"):
         create_local_group(2, MoEEpCommParams(4, 2, 4, 64), NVLinkOneSidedConfig())
 
 

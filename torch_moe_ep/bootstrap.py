@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from torch_moe_ep import _C
 from torch_moe_ep.config import CommBackend
+from torch_moe_ep.version import __version__
 
 
 @dataclass
@@ -27,7 +28,8 @@ class BootstrapConfig:
         rank: this rank.
         stream, auto_bootstrap, nccl_comm: accepted for compatibility; the one-sided backends need none of them.
         process_group: torch.distributed group over which handles are exchanged; None is the default group.
-        tcp_store: exchange handles through this store instead, where torch.distributed is not initialised.
+        tcp_store: exchange handles through this store instead, where torch.distributed is not initialised. Groups that
+            share a server take a torch.distributed.PrefixStore each.
         device: CUDA device index; None is the current device.
     """
 
@@ -130,6 +132,7 @@ class WindowSpec:
     weight_itemsize: int
     dispatch_row_bytes: int
     combine_row_bytes: int
+    version: str = __version__
     wire: str = "rows"  # how combine's partials travel: rows, fp8 or fp8_plain
     # GPUs only. Kinds of memory to try, best first; launch options.
     memory: tuple[str, ...] = ("shm",)
@@ -150,7 +153,6 @@ class SharedWindow:
     suspended: bool = False
 
 
-_MAX_BLOCKS = 512  # csrc/cuda/launch.h
 logger = logging.getLogger("torch_moe_ep")
 _lock = threading.RLock()
 _shared: dict[Any, SharedWindow] = {}
@@ -168,7 +170,10 @@ def _agree(exchange: CommBackend, step: str, run: Callable[[], Any], undo: Calla
     failures = [f"rank {r}: {e}" for r, (_, e) in enumerate(gathered) if e is not None]
     if failures:
         undo()
-        raise RuntimeError(f"{step} failed on {len(failures)} of {len(gathered)} ranks: " + "; ".join(failures))
+        # What no rank could ever allocate is a wrong argument, not bad luck.
+        wrong = all(e.startswith("ValueError") for _, e in gathered if e is not None)
+        text = f"{step} failed on {len(failures)} of {len(gathered)} ranks: " + "; ".join(failures)
+        raise ValueError(text) if wrong else RuntimeError(text)
     return [value for value, _ in gathered]
 
 
@@ -186,32 +191,28 @@ def open_window(
     of its own, as calls that run at once on two streams or threads need.
 
     Raises:
-        ValueError: the ranks disagree about a size; the text names it, the ranks and the values.
+        ValueError: the ranks disagree about a size, or it is out of range; the text names it, the ranks and the values.
         RuntimeError: a rank could not allocate or map; everything is freed on all ranks and the text names the cause.
     """
     exchange, group = choose_comm_backend(bootstrap, comm_backend)
     key = (id(group), bootstrap.rank, spec, namespace, name_suffix)
     with _lock:
-        if key in _shared:
-            window = _shared[key]
-            failure = _C.describe(window.name)["last_error"]
-            if failure:
-                raise RuntimeError(
-                    f"communicator {window.name!r} of an equal layout cannot be shared after: {failure}; destroy it on "
-                    "every rank first, or pass namespace=..."
-                )
-            window.users += 1
-            return window
+        cached = _shared.get(key)
+    shareable = cached.name if cached is not None and not _C.describe(cached.name)["last_error"] else None
+    # A communicator with a namespace of its own gets its name back when it is created anew, so that graphs and packages
+    # that hold the name go on; numbers make all others unique.
+    wished = f"{spec.backend}.{spec.ep_size}.{namespace}{name_suffix}" if namespace else None
 
-    specs = exchange.allgather((bootstrap.rank, asdict(spec), namespace, _next_number))
+    mine_open = wished is None or wished in _C.names()
+    specs = exchange.allgather((bootstrap.rank, asdict(spec), namespace, _next_number, shareable, mine_open))
     if not isinstance(specs, list | tuple) or len(specs) != spec.ep_size:
         count = len(specs) if isinstance(specs, list | tuple) else repr(specs)
         raise ValueError(f"comm_backend: allgather returned {count} entries for world_size {spec.ep_size}")
-    ranks = [entry[0] if isinstance(entry, tuple) and len(entry) == 4 else entry for entry in specs]
+    ranks = [entry[0] if isinstance(entry, tuple) and len(entry) == 6 else entry for entry in specs]
     if ranks != list(range(spec.ep_size)):
         raise ValueError(f"comm_backend: expected the entries of ranks 0..{spec.ep_size - 1} in order from allgather, "
                          f"got those of {ranks!r:.200}")
-    for rank, (_, other, other_namespace, _) in enumerate(specs):
+    for rank, (_, other, other_namespace, *_) in enumerate(specs):
         for what, mine, theirs in [(k, v, other[k]) for k, v in asdict(spec).items() if k != "device"] + [
             ("namespace", namespace, other_namespace)
         ]:
@@ -220,9 +221,14 @@ def open_window(
                     f"{what}: rank {bootstrap.rank} has {mine!r}, rank {rank} has {theirs!r}; "
                     "it must be the same on every rank"
                 )
-    number = _take_number(max(n for *_, n in specs))
+    if cached is not None and all(entry[4] == shareable is not None for entry in specs):
+        cached.users += 1
+        return cached
+    number = _take_number(max(entry[3] for entry in specs))
     # Equal on all ranks, so that a graph compiled by one can be loaded from the cache by another.
     name = f"{spec.backend}.{spec.ep_size}.{number}{name_suffix}"
+    if wished is not None and not any(entry[5] for entry in specs):
+        name = wished
     device = torch.device(spec.device)
 
     def close() -> None:
@@ -283,13 +289,13 @@ def open_window(
 def _device_share(device: torch.device, num_sms: int | None) -> tuple[str, int]:
     """What identifies a device among all hosts, and the thread blocks it gives to the ranks that live on it."""
     if device.type == "cpu":
-        return "cpu", _MAX_BLOCKS
+        return "cpu", 1
     blocks = _C.resident_blocks(device.index)
     properties = torch.cuda.get_device_properties(device)
     if num_sms is not None:
         blocks = max(1, blocks * num_sms // properties.multi_processor_count)
-        return f"{properties.uuid}/{uuid.uuid4()}", min(blocks, _MAX_BLOCKS)  # the caller has done the sharing
-    return str(properties.uuid), min(blocks, _MAX_BLOCKS)
+        return f"{properties.uuid}/{uuid.uuid4()}", min(blocks, _C.MAX_BLOCKS)  # the caller has done the sharing
+    return str(properties.uuid), min(blocks, _C.MAX_BLOCKS)
 
 
 def _take_number(at_least: int) -> int:
@@ -306,7 +312,8 @@ def close_window(window: SharedWindow) -> None:
         window.users -= 1
         if window.users > 0:
             return
-        _shared.pop(window.key[0], None)
+        if _shared.get(window.key[0]) is window:
+            del _shared[window.key[0]]
     _C.close(window.name)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 from torch_moe_ep.bootstrap import BootstrapConfig
@@ -51,9 +51,13 @@ def create_local_group(
     """
     from torch_moe_ep.config import NVLinkOneSidedConfig, ShmOneSidedConfig
 
+    defaults = {"shm_one_sided": ShmOneSidedConfig, "nvlink_one_sided": NVLinkOneSidedConfig}
+    if ep_size < 1:
+        raise ValueError(f"ep_size: expected at least 1, got {ep_size}")
+    if isinstance(backend, str) and backend not in defaults:
+        raise ValueError(f"backend: expected one of {sorted(defaults)} or a config object, got {backend!r}")
     rendezvous = _Rendezvous(ep_size)
     number = next(_groups)
-    defaults = {"shm_one_sided": ShmOneSidedConfig, "nvlink_one_sided": NVLinkOneSidedConfig}
     base = defaults[backend]() if isinstance(backend, str) else backend
 
     def make(rank: int) -> MoEEpCommunication:
@@ -67,4 +71,7 @@ def create_local_group(
 def run_local_group(ep_size: int, function: Callable[[int], Any]) -> list[Any]:
     """Runs ``function(rank)`` in one thread per rank; returns the results by rank, raises the first error."""
     with ThreadPoolExecutor(max_workers=ep_size) as pool:
-        return [future.result() for future in [pool.submit(function, rank) for rank in range(ep_size)]]
+        futures = [pool.submit(function, rank) for rank in range(ep_size)]
+        for done in as_completed(futures):  # the first error in time: later ones may be waits for that rank
+            done.result()
+        return [future.result() for future in futures]

@@ -8,7 +8,7 @@ from torch_moe_ep import _C
 from torch_moe_ep.bootstrap import BootstrapConfig
 from torch_moe_ep.communication import register_communication
 from torch_moe_ep.config import NVLinkOneSidedConfig
-from torch_moe_ep.one_sided import OneSidedAlltoAll, logger
+from torch_moe_ep.one_sided import OneSidedAlltoAll, check_config, logger
 from torch_moe_ep.params import MoEEpCommParams
 
 MEMORY_KINDS = ("fabric", "posix_fd", "cuda_ipc")
@@ -24,7 +24,7 @@ class NVLinkOneSidedAlltoAll(OneSidedAlltoAll):
         config: a :class:`NVLinkOneSidedConfig`; None is its defaults.
         namespace: a name other than "" asks for windows of its own instead of those of an equal layout.
         low_precision_scales: with ``use_low_precision_combine``, whether blocks of 128 elements carry a float32 scale;
-            False is the plain cast to e4m3, which saturates at 448.
+            False is the plain cast to e4m3, which saturates at 448. Gradients of a dispatch travel the same way.
         num_sms: SMs the kernels of this rank may fill; None divides the device among the ranks that live on it. All
             blocks of all ranks of a device must be resident at once, or they wait for each other forever.
 
@@ -45,7 +45,7 @@ class NVLinkOneSidedAlltoAll(OneSidedAlltoAll):
         num_sms: int | None = None,
         _name_suffix: str = "",
     ) -> None:
-        config = NVLinkOneSidedConfig() if config is None else config
+        config = check_config(NVLinkOneSidedConfig, config)
         if num_sms is not None and num_sms < 1:
             raise ValueError(f"num_sms: expected at least 1, got {num_sms}")
         index = bootstrap.device

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,10 +24,18 @@ from torch_moe_ep.params import MoEEpCommParams
 from torch_moe_ep.payload import ceil_div
 
 logger = logging.getLogger("torch_moe_ep")
+Config = TypeVar("Config", NVLinkOneSidedConfig, ShmOneSidedConfig)
 
 
 def _round_up_16(n: int) -> int:
     return ceil_div(n, 16) * 16
+
+
+def check_config(kind: type[Config], config: Config | None) -> Config:
+    """``config``, or the defaults of its class."""
+    if config is not None and not isinstance(config, kind):
+        raise TypeError(f"config: expected a {kind.__name__} or None, got {config!r}")
+    return kind() if config is None else config
 
 
 class OneSidedAlltoAll(MoEEpCommunication):

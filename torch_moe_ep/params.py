@@ -23,8 +23,8 @@ class MoEEpCommParams:
         invalid_expert_id: every id of a received row that holds no token; must lie outside ``[0, num_experts)``.
 
     Raises:
-        TypeError: a size is no int, or dispatch_format no QuantFormat.
-        ValueError: a size is out of range; the text names the field.
+        TypeError: dtype is no torch.dtype, dispatch_format no QuantFormat, invalid_expert_id no int.
+        ValueError: a size is no positive int, or out of range; the text names the field.
     """
 
     num_experts: int
@@ -43,6 +43,14 @@ class MoEEpCommParams:
         if self.top_k > self.num_experts:
             raise ValueError(
                 f"MoEEpCommParams.top_k: expected at most num_experts = {self.num_experts}, got {self.top_k}"
+            )
+        if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
+            raise TypeError(f"MoEEpCommParams.dtype: expected a torch.dtype or None, got {self.dtype!r}")
+        if not isinstance(self.invalid_expert_id, int) or isinstance(self.invalid_expert_id, bool):
+            raise TypeError(f"MoEEpCommParams.invalid_expert_id: expected an int, got {self.invalid_expert_id!r}")
+        if not -(2**31) <= self.invalid_expert_id < 2**31:
+            raise ValueError(
+                f"MoEEpCommParams.invalid_expert_id: expected a 32-bit value, got {self.invalid_expert_id}"
             )
         if 0 <= self.invalid_expert_id < self.num_experts:
             raise ValueError(

@@ -7,7 +7,7 @@ import torch
 from torch_moe_ep.bootstrap import BootstrapConfig
 from torch_moe_ep.communication import register_communication
 from torch_moe_ep.config import ShmOneSidedConfig
-from torch_moe_ep.one_sided import OneSidedAlltoAll
+from torch_moe_ep.one_sided import OneSidedAlltoAll, check_config
 from torch_moe_ep.params import MoEEpCommParams
 
 
@@ -20,7 +20,7 @@ class ShmOneSidedAlltoAll(OneSidedAlltoAll):
         config: a :class:`ShmOneSidedConfig`; None is its defaults.
         namespace: a name other than "" asks for windows of its own instead of those of an equal layout.
         low_precision_scales: with ``use_low_precision_combine``, whether blocks of 128 elements carry a float32 scale;
-            False is the plain cast to e4m3, which saturates at 448.
+            False is the plain cast to e4m3, which saturates at 448. Gradients of a dispatch travel the same way.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class ShmOneSidedAlltoAll(OneSidedAlltoAll):
         low_precision_scales: bool = True,
         _name_suffix: str = "",
     ) -> None:
-        config = ShmOneSidedConfig() if config is None else config
+        config = check_config(ShmOneSidedConfig, config)
         super().__init__(bootstrap, params, config, torch.device("cpu"), namespace, _name_suffix, low_precision_scales)
 
     @classmethod

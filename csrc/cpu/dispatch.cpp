@@ -36,10 +36,9 @@ struct Source {
 
 class Receiver {
  public:
-  Receiver(const DispatchArgs& args, const ExpertSplit& split, int32_t rank, int32_t ep_size)
-      : a_(args), split_(split), rank_(rank), ep_size_(ep_size) {}
+  Receiver(const DispatchArgs& args, const ExpertSplit& split, int32_t rank) : a_(args), split_(split), rank_(rank) {}
 
-  // Takes what is routed to this rank out of one source; src < 0 tokens means "none" (a masked rank).
+  // Takes what is routed to this rank out of one source; a source without tokens is a masked rank.
   void receive(int32_t src, const Source& from) const {
     const int64_t first = static_cast<int64_t>(src) * a_.tokens_per_rank;
     int32_t* slots = a_.routing + static_cast<int64_t>(1 + src) * a_.tokens_per_rank;
@@ -81,7 +80,7 @@ class Receiver {
 
   const DispatchArgs& a_;
   const ExpertSplit& split_;
-  int32_t rank_, ep_size_;
+  int32_t rank_;
 };
 
 // Rows 1 + W .. of routing: the targets of every local token. `needed[t]` = some active peer gets token t.
@@ -155,7 +154,7 @@ void dispatch(Communicator& comm, const DispatchArgs& a) {
     fence.signal(peer, header);
   }
 
-  const Receiver receiver(a, split, comm.rank(), comm.ep_size());
+  const Receiver receiver(a, split, comm.rank());
   const Source none{{}, {}, {}, ids.data(), nullptr, 0};
   for (int32_t src = 0; src < comm.ep_size(); ++src) {
     if (!HostFence::is_active(mask, src) || !HostFence::is_active(mask, comm.rank())) receiver.receive(src, none);

@@ -1,4 +1,6 @@
+#include <dirent.h>
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -6,6 +8,7 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <ctime>
 #include <random>
 
 #include "csrc/ep.h"
@@ -22,24 +25,43 @@ std::string unique_name() {
   return name;
 }
 
+// Removes windows whose process died before seal(): until then it holds a lock on the file. A new file is
+// given some seconds to be locked.
+void remove_orphans() {
+  DIR* directory = opendir("/dev/shm");
+  if (directory == nullptr) return;
+  while (const dirent* entry = readdir(directory)) {
+    if (std::strncmp(entry->d_name, "moe_ep_", 7) != 0) continue;
+    const std::string name = std::string("/") + entry->d_name;
+    const int fd = shm_open(name.c_str(), O_RDWR, 0);
+    if (fd < 0) continue;
+    struct stat info{};
+    const bool old = fstat(fd, &info) == 0 && info.st_ctime + 5 < std::time(nullptr);
+    if (old && flock(fd, LOCK_EX | LOCK_NB) == 0) shm_unlink(name.c_str());
+    ::close(fd);
+  }
+  closedir(directory);
+}
+
 class ShmMemory final : public WindowMemory {
  public:
   explicit ShmMemory(size_t bytes) : bytes_(bytes), name_(unique_name()) {
+    remove_orphans();
     const int fd = shm_open(name_.c_str(), O_CREAT | O_EXCL | O_RDWR, 0600);
     if (fd < 0) throw Error("shm_open(" + name_ + ") failed: " + std::strerror(errno));
-    linked_ = true;
+    linked_ = fd;
+    flock(fd, LOCK_EX | LOCK_NB);
     int status;
     do status = posix_fallocate(fd, 0, static_cast<off_t>(bytes));
     while (status == EINTR);
     if (status != 0) {
-      ::close(fd);
       release();
       throw Error("no room for a window of " + std::to_string(bytes) +
                   " bytes in POSIX shared memory: " + std::strerror(status) +
                   "; lower max_tokens_per_rank or hidden_size, or enlarge /dev/shm (docker: --shm-size)");
     }
     try {
-      own_ = map(fd, name_);
+      own_ = map(dup(fd), name_);
     } catch (...) {
       release();
       throw;
@@ -86,8 +108,10 @@ class ShmMemory final : public WindowMemory {
   }
 
   void unlink() {
-    if (linked_) shm_unlink(name_.c_str());
-    linked_ = false;
+    if (linked_ < 0) return;
+    shm_unlink(name_.c_str());
+    ::close(linked_);
+    linked_ = -1;
   }
 
   void release() {
@@ -102,7 +126,7 @@ class ShmMemory final : public WindowMemory {
 
   size_t bytes_;
   std::string name_;
-  bool linked_ = false;
+  int linked_ = -1;  // while the name exists: the locked file
   char* own_ = nullptr;
   std::vector<char*> bases_;
 };

@@ -53,7 +53,8 @@ class HostFence {
   // Step 1. Throws when the communicator is in use by another thread or failed before.
   HostFence(Communicator& comm, OpKind kind, const RankMask& mask, int64_t timeout_sec)
       : comm_(comm), state_(comm.host()), kind_(kind), deadline_(timeout_sec) {
-    if (!state_.failure.empty()) throw Error(unusable_text(comm, kind, state_.failure));
+    const std::string failure = state_.failure();
+    if (!failure.empty()) throw Error(unusable_text(comm, kind, failure));
     bool expected = false;
     if (!state_.busy.compare_exchange_strong(expected, true)) {
       throw ArgumentError(std::string(op_name(kind)) + ": communicator '" + comm.name() +
@@ -142,11 +143,12 @@ class HostFence {
   void wait(const Ready& ready, int32_t peer, const std::string& what) {
     const WaitEnd end = spin_until(ready, deadline_);
     if (end == WaitEnd::kReady) return;
-    state_.failure = end == WaitEnd::kDeadline
-                         ? timeout_text(comm_, kind_, round_, peer, what, deadline_.timeout_sec)
-                         : std::string(op_name(kind_)) + " round " + std::to_string(round_) +
-                               " was interrupted while it waited for rank " + std::to_string(peer);
-    throw TimeoutError(state_.failure);
+    const std::string failure = end == WaitEnd::kDeadline
+                                    ? timeout_text(comm_, kind_, round_, peer, what, deadline_.timeout_sec)
+                                    : std::string(op_name(kind_)) + " round " + std::to_string(round_) +
+                                          " was interrupted while it waited for rank " + std::to_string(peer);
+    state_.fail(failure);
+    throw TimeoutError(failure);
   }
 
   // Empty when the two ranks agree about the step, else one sentence with both ranks and both values.
