@@ -9,7 +9,7 @@ import threading
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -177,6 +177,42 @@ def _agree(exchange: CommBackend, step: str, run: Callable[[], Any], undo: Calla
     return [value for value, _ in gathered]
 
 
+class _Proposal(NamedTuple):
+    """What a rank says before a window is opened."""
+
+    rank: int
+    spec: WindowSpec
+    namespace: str
+    next_number: int
+    shareable: str | None  # name of a live window of this layout
+    name_is_taken: bool
+
+
+def _exchange_proposals(exchange: CommBackend, mine: _Proposal) -> list[_Proposal]:
+    """Those of all ranks by rank, once they agree about everything but the device."""
+    world_size = mine.spec.ep_size
+    proposals = exchange.allgather(mine)
+    if not isinstance(proposals, list | tuple) or len(proposals) != world_size:
+        count = len(proposals) if isinstance(proposals, list | tuple) else repr(proposals)
+        raise ValueError(f"comm_backend: allgather returned {count} entries for world_size {world_size}")
+    ranks = [p.rank if isinstance(p, _Proposal) else p for p in proposals]
+    if ranks != list(range(world_size)):
+        raise ValueError(
+            f"comm_backend: expected the entries of ranks 0..{world_size - 1} in order from allgather, "
+            f"got those of {ranks!r:.200}"
+        )
+    here = {**asdict(mine.spec), "namespace": mine.namespace}
+    for other in proposals:
+        there = {**asdict(other.spec), "namespace": other.namespace}
+        for what in here:
+            if what != "device" and here[what] != there[what]:
+                raise ValueError(
+                    f"{what}: rank {mine.rank} has {here[what]!r}, rank {other.rank} has {there[what]!r}; "
+                    "it must be the same on every rank"
+                )
+    return list(proposals)
+
+
 def open_window(
     spec: WindowSpec,
     bootstrap: BootstrapConfig,
@@ -203,31 +239,15 @@ def open_window(
     # that hold the name go on; numbers make all others unique.
     wished = f"{spec.backend}.{spec.ep_size}.{namespace}{name_suffix}" if namespace else None
 
-    mine_open = wished is None or wished in _C.names()
-    specs = exchange.allgather((bootstrap.rank, asdict(spec), namespace, _next_number, shareable, mine_open))
-    if not isinstance(specs, list | tuple) or len(specs) != spec.ep_size:
-        count = len(specs) if isinstance(specs, list | tuple) else repr(specs)
-        raise ValueError(f"comm_backend: allgather returned {count} entries for world_size {spec.ep_size}")
-    ranks = [entry[0] if isinstance(entry, tuple) and len(entry) == 6 else entry for entry in specs]
-    if ranks != list(range(spec.ep_size)):
-        raise ValueError(f"comm_backend: expected the entries of ranks 0..{spec.ep_size - 1} in order from allgather, "
-                         f"got those of {ranks!r:.200}")
-    for rank, (_, other, other_namespace, *_) in enumerate(specs):
-        for what, mine, theirs in [(k, v, other[k]) for k, v in asdict(spec).items() if k != "device"] + [
-            ("namespace", namespace, other_namespace)
-        ]:
-            if mine != theirs:
-                raise ValueError(
-                    f"{what}: rank {bootstrap.rank} has {mine!r}, rank {rank} has {theirs!r}; "
-                    "it must be the same on every rank"
-                )
-    if cached is not None and all(entry[4] == shareable is not None for entry in specs):
+    mine = _Proposal(bootstrap.rank, spec, namespace, _next_number, shareable, wished in _C.names())
+    proposals = _exchange_proposals(exchange, mine)
+    if cached is not None and all(p.shareable == mine.shareable is not None for p in proposals):
         cached.users += 1
         return cached
-    number = _take_number(max(entry[3] for entry in specs))
+    number = _take_number(max(p.next_number for p in proposals))
     # Equal on all ranks, so that a graph compiled by one can be loaded from the cache by another.
     name = f"{spec.backend}.{spec.ep_size}.{number}{name_suffix}"
-    if wished is not None and not any(entry[5] for entry in specs):
+    if wished is not None and not any(p.name_is_taken for p in proposals):
         name = wished
     device = torch.device(spec.device)
 
