@@ -62,6 +62,29 @@ MOE_EP_HD int64_t header_field(const StepHeader& h, int32_t field) {
   }
 }
 
+MOE_EP_HD StepHeader step_header(const DispatchArgs& a) {
+  StepHeader h{};
+  h.tokens = a.num_tokens;
+  h.tokens_per_rank = a.tokens_per_rank;
+  h.top_k = a.top_k;
+  h.num_experts = a.num_experts;
+  h.num_eplb = a.num_eplb;
+  h.weight_bytes = static_cast<int32_t>(a.weights.bytes);
+  h.hidden_bytes = a.hidden.bytes;
+  h.scale_bytes = a.scale.bytes;
+  return h;
+}
+MOE_EP_HD StepHeader step_header(const CombineArgs& a) {
+  StepHeader h{};
+  h.tokens = a.num_tokens;
+  h.tokens_per_rank = a.tokens_per_rank;
+  h.top_k = a.max_targets;
+  h.hidden_bytes = a.expert_output.bytes;
+  h.element_type = static_cast<int64_t>(a.element_type);
+  h.dispatch_round = a.tokens_per_rank > 0 ? a.routing[0] : 0;
+  return h;
+}
+
 // A flag word: the round (42 bits: a year of rounds of 7 us), what op it belongs to (2), the sender's T (20). Rounds
 // start at 1; a fresh window reads 0.
 constexpr int32_t kMaxTokens = (1 << 20) - 1;  // C

@@ -170,6 +170,14 @@ def test_the_control_plane_needs_no_torch() -> None:
     assert "libtorch_moe_ep.so" in needed and not any("torch_python" in name for name in needed)
 
 
+def test_the_stub_names_what_the_control_plane_has() -> None:
+    everywhere, cuda_only = (
+        set(re.findall(r"^(?:def )?(\w+)[:(]", part, re.MULTILINE))
+        for part in (ROOT / "torch_moe_ep" / "_C.pyi").read_text().split("# Only where has_cuda.")
+    )
+    assert {name for name in vars(_C) if not name.startswith("__")} == everywhere | (cuda_only if _C.has_cuda else set())
+
+
 def test_what_the_package_offers() -> None:
     for name in torch_moe_ep.__all__:
         assert hasattr(torch_moe_ep, name), name

@@ -1,4 +1,4 @@
-"""The ops as PyTorch sees them: schemas, opcheck with every utility, and a Meta column that needs no communicator."""
+"""The ops as PyTorch sees them: opcheck with every utility, and a Meta column that needs no communicator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-import expecttest
 import pytest
 import torch
 from ranks import Rank, RankPool
@@ -173,52 +172,6 @@ def test_equality_by_contract_sees_a_wrong_row(device: str) -> None:
         with pytest.raises(AssertionError):
             equal_by_contract(first, wrong)
     group.destroy()
-
-
-def test_schemas() -> None:
-    schemas = [str(getattr(ops, name).default._schema) for name in ("dispatch", "combine", "combine_out")]
-    expecttest.assert_expected_inline(
-        "\n".join(schemas).replace(", ", ",\n  "),
-        """\
-moe_ep::dispatch(Tensor hidden_states,
-  Tensor topk_ids,
-  Tensor? topk_weights,
-  Tensor? hidden_states_scale,
-  Tensor(a!) order,
-  *,
-  SymInt tokens_per_rank,
-  int num_experts,
-  int ep_size,
-  int invalid_expert_id=-1,
-  Tensor? eplb_local_stats=None,
-  Tensor? active_rank_mask=None,
-  int timeout_sec=300,
-  str comm) -> (Tensor hidden_states,
-  Tensor topk_ids,
-  Tensor topk_weights,
-  Tensor hidden_states_scale,
-  Tensor eplb_gathered_stats,
-  Tensor routing)
-moe_ep::combine(Tensor expert_output,
-  Tensor routing,
-  Tensor(a!) order,
-  *,
-  SymInt num_tokens,
-  int ep_size,
-  Tensor? active_rank_mask=None,
-  int timeout_sec=300,
-  str comm) -> Tensor
-moe_ep::combine_out(Tensor expert_output,
-  Tensor routing,
-  Tensor(a!) order,
-  *,
-  SymInt num_tokens,
-  int ep_size,
-  Tensor? active_rank_mask=None,
-  int timeout_sec=300,
-  str comm,
-  Tensor(b!) out) -> ()""",
-    )
 
 
 @pytest.mark.parametrize("name", ["dispatch", "combine", "combine_out"])

@@ -165,13 +165,7 @@ void combine(Communicator& comm, const CombineArgs& a) {
 
   HostFence fence(comm, OpKind::kCombine, mask, a.timeout_sec);
   fence.delay(DelayPoint::kBeforePut);
-  StepHeader header{};
-  header.tokens = a.num_tokens;
-  header.tokens_per_rank = a.tokens_per_rank;
-  header.top_k = a.max_targets;
-  header.hidden_bytes = row_bytes;
-  header.element_type = static_cast<int64_t>(a.element_type);
-  header.dispatch_round = a.tokens_per_rank > 0 ? a.routing[0] : 0;
+  const StepHeader header = step_header(a);
   for (const int32_t peer : fence) {
     fence.await_reuse(peer);
     const Window window = comm.window(peer);

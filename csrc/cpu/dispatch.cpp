@@ -132,15 +132,7 @@ void dispatch(Communicator& comm, const DispatchArgs& a) {
     }
   }
 
-  StepHeader header{};
-  header.tokens = a.num_tokens;
-  header.tokens_per_rank = a.tokens_per_rank;
-  header.top_k = a.top_k;
-  header.num_experts = a.num_experts;
-  header.num_eplb = a.num_eplb;
-  header.weight_bytes = static_cast<int32_t>(a.weights.bytes);
-  header.hidden_bytes = a.hidden.bytes;
-  header.scale_bytes = a.scale.bytes;
+  const StepHeader header = step_header(a);
   for (const int32_t peer : fence) {
     const Window window = comm.window(peer);
     std::copy(ids.begin(), ids.end(), window.ids(offsets, shape, comm.rank()));

@@ -235,13 +235,7 @@ class CombineBlock {
 
   __device__ void run() {
     fence_.begin(a_.mask);
-    StepHeader header{};
-    header.element_type = static_cast<int64_t>(a_.element_type);
-    header.tokens = a_.num_tokens;
-    header.tokens_per_rank = a_.tokens_per_rank;
-    header.top_k = a_.max_targets;
-    header.hidden_bytes = a_.expert_output.bytes;
-    if (a_.tokens_per_rank > 0) header.dispatch_round = a_.routing[0];  // in every block: a long wait compares headers
+    const StepHeader header = step_header(a_);  // whole in every block: a long wait compares headers
     put();
     fence_.put_header(header);
     fence_.signal(a_.num_tokens);

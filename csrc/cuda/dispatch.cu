@@ -70,7 +70,7 @@ class DispatchBlock {
   __device__ void run() {
     fence_.begin(a_.mask);
     stage_rows();
-    const StepHeader header = make_header();
+    const StepHeader header = step_header(a_);
     fence_.put_header(header);
     fence_.signal(a_.num_tokens);
     if (threadIdx.x == 0) shared_.fence.tokens[c_.rank] = fence_.is_active(c_.rank) ? a_.num_tokens : 0;
@@ -92,19 +92,6 @@ class DispatchBlock {
   // Tokens of this block's group among the first n.
   __device__ int32_t share_of(int32_t n) const { return n > group_ ? divide(n - group_ + groups_ - 1, groups_) : 0; }
   __device__ int32_t token(int32_t i) const { return group_ + i * groups_; }
-
-  __device__ StepHeader make_header() const {
-    StepHeader h{};
-    h.tokens = a_.num_tokens;
-    h.tokens_per_rank = a_.tokens_per_rank;
-    h.top_k = a_.top_k;
-    h.num_experts = a_.num_experts;
-    h.num_eplb = a_.num_eplb;
-    h.weight_bytes = static_cast<int32_t>(a_.weights.bytes);
-    h.hidden_bytes = a_.hidden.bytes;
-    h.scale_bytes = a_.scale.bytes;
-    return h;
-  }
 
   __device__ int32_t own_id(int32_t t, int32_t k) const { return sanitised_id(a_, t, k); }
 
