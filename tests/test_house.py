@@ -175,7 +175,8 @@ def test_the_stub_names_what_the_control_plane_has() -> None:
         set(re.findall(r"^(?:def )?(\w+)[:(]", part, re.MULTILINE))
         for part in (ROOT / "torch_moe_ep" / "_C.pyi").read_text().split("# Only where has_cuda.")
     )
-    assert {name for name in vars(_C) if not name.startswith("__")} == everywhere | (cuda_only if _C.has_cuda else set())
+    expected = everywhere | (cuda_only if _C.has_cuda else set())
+    assert {name for name in vars(_C) if not name.startswith("__")} == expected
 
 
 def test_what_the_package_offers() -> None:
