@@ -16,6 +16,8 @@ import torch_moe_ep as ep
 README = (Path(__file__).parent.parent / "README.md").read_text()
 PROGRAMS = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 
+# Put before a program: memory that nobody has written to is NaN, so that it shows where it is used.
+NAN_IN_EMPTY_ROWS = "import torch\ntorch.use_deterministic_algorithms(True)\n"
 # Appended to a program, whose names it uses: the same layer with all experts in one process.
 CHECK = """
 everyones = [None] * W
@@ -27,6 +29,12 @@ for t in range(len(x)):
         e = topk_ids[t, k].item()
         expected[t] += topk_weights[t, k] * (weights[f"{e}.weight"] @ x[t] + weights[f"{e}.bias"])
 torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+if y.requires_grad and any(p.grad is not None for p in experts.parameters()):  # of y.sum()
+    batches = [None] * W
+    dist.all_gather_object(batches, (x, topk_ids, topk_weights))
+    for e, expert in experts.items():
+        weight_of_tokens = sum(((w * (ids == int(e))).sum(1) @ rows for rows, ids, w in batches), torch.zeros(H))
+        torch.testing.assert_close(expert.weight.grad, weight_of_tokens.expand(H, H), rtol=1e-4, atol=1e-4)
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -36,7 +44,7 @@ dist.destroy_process_group()
 def test_program_runs_under_torchrun(number: int, tmp_path: Path) -> None:
     assert len(PROGRAMS) == 2
     program = tmp_path / "use.py"
-    program.write_text(PROGRAMS[number] + CHECK)
+    program.write_text(NAN_IN_EMPTY_ROWS + PROGRAMS[number] + CHECK)
     run = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)],
         capture_output=True, text=True, timeout=300,
