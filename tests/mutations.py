@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "tests" / "results" / "mutations.txt"
 FENCE, DISPATCH, COMBINE = "csrc/transport/fence.h", "csrc/cpu/dispatch.cpp", "csrc/cpu/combine.cpp"
 SHM = "csrc/memory/shm.cpp"
-ROWS, PROTOCOL, FAILURES = "test_rows.py", "test_protocol.py", "test_failures.py"
+ROWS, PROTOCOL, FAILURES, HOSTILE = "test_rows.py", "test_protocol.py", "test_failures.py", "test_hostile.py"
 
 FLAG = "    fence.delay(DelayPoint::kBeforeFlag);\n    fence.signal(peer, header);\n"
 EARLY_FLAG = "    fence.signal(peer, header);\n    fence.delay(DelayPoint::kBeforeFlag);\n"
@@ -88,8 +88,10 @@ MUTATIONS = [
              [(COMBINE, "sums[i] = Codec<T>::load(row[i]);", "sums[i] = 0 + Codec<T>::load(row[i]);")], ROWS),
     Mutation("tokens without a target not zeroed",
              [(COMBINE, "      std::memset(out, 0, static_cast<size_t>(row_bytes));\n", "")], ROWS),
-    Mutation("masked ranks summed",
-             [(COMBINE, " || !HostFence::is_active(mask, rank)) continue;", ") continue;")], ROWS),
+    Mutation("ranks masked at dispatch summed",
+             [(DISPATCH, "j < count && here && HostFence::is_active(mask, targets[j])", "j < count")], HOSTILE),
+    Mutation("ranks masked at combine summed",
+             [(COMBINE, " || !HostFence::is_active(mask, rank)) continue;", ") continue;")], HOSTILE),
     Mutation("second thread not refused",
              [(FENCE, "if (!state_.busy.compare_exchange_strong(expected, true))", "if (expected)")], FAILURES),
     Mutation("failure forgotten", [(FENCE, "    state_.fail(failure);\n", "")], FAILURES),
@@ -144,7 +146,7 @@ def main() -> int:
         # A rank that waits for what never comes need not wait long.
         replace_once(tree / "tests" / "cases.py", "TIMEOUT_SEC = 20\n", "TIMEOUT_SEC = 10\n")
         build(tree)
-        broken = failing(tree, ROWS, PROTOCOL, FAILURES)
+        broken = failing(tree, ROWS, PROTOCOL, FAILURES, HOSTILE)
         if broken:
             sys.exit(f"mutations.py: tests fail without any mutation: {dict(broken)}")
         for mutation in chosen:

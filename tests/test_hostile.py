@@ -78,20 +78,23 @@ def test_output_that_overlaps_itself(ranks: Callable[[int], RankPool]) -> None:
     ranks(2).run(run_output_over_itself)
 
 
-def run_masked_at_dispatch_only(rank: Rank) -> torch.Tensor:
+def run_masked_at_one_op(rank: Rank, masked_op: str) -> torch.Tensor:
     group = group_of(rank, enable_rank_mask=True)
     x, ids = torch.full((T, H), 777.0, device=rank.device), everywhere(rank.device)
     received = dispatch(group, x, ids)
     combine(group, received.hidden_states, received.routing, num_tokens=T)  # leaves 777 in the windows
-    mask = group.active_rank_mask([0]) if rank.rank == 0 else group.active_rank_mask([1])  # type: ignore[attr-defined]
-    received = dispatch(group, torch.ones_like(x), ids, active_rank_mask=mask)
-    out = combine(group, received.hidden_states, received.routing, num_tokens=T)
+    mask = group.active_rank_mask([rank.rank])  # type: ignore[attr-defined]
+    at_dispatch, at_combine = (mask, None) if masked_op == "dispatch" else (None, mask)
+    received = dispatch(group, torch.ones_like(x), ids, active_rank_mask=at_dispatch)
+    out = combine(group, received.hidden_states, received.routing, num_tokens=T, active_rank_mask=at_combine)
     group.destroy()
     return out.cpu()
 
 
-def test_mask_at_dispatch_and_none_at_combine(ranks: Callable[[int], RankPool]) -> None:
-    for out in ranks(2).run(run_masked_at_dispatch_only):
+@pytest.mark.parametrize("masked_op", ["dispatch", "combine"])
+def test_peer_masked_at_one_op_only(ranks: Callable[[int], RankPool], masked_op: str) -> None:
+    """What a peer left in the windows in an earlier round is never summed, also when it is lost between two ops."""
+    for out in ranks(2).run(run_masked_at_one_op, masked_op):
         assert (out == 1).all()
 
 
