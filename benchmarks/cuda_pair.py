@@ -5,7 +5,7 @@ of the time of a replay divided by its rounds. Inputs: H=7168, K=8, E=256, bfloa
 PDL on, unless told otherwise. The byte floor counts what this design moves through device memory; the copy ceiling is
 measured in the same run.
 
-    python -m benchmarks.cuda_pair [--cases 8x1,1x4096] [--plan GROUPSxPIECESxTHREADS] [--out FILE]
+    python -m benchmarks.cuda_pair [--cases 8x1,1x4096] [--transport lamport] [--plan GROUPSxPIECESxTHREADS] [--out FILE]
 """
 
 from __future__ import annotations
@@ -68,8 +68,14 @@ class Ranks:
     def __init__(self, w: int, t: int, args: argparse.Namespace) -> None:
         self.w, self.t, self.hidden = w, t, args.hidden
         params = MoEEpCommParams(args.experts, args.top_k, t, args.hidden)
-        config = NVLinkOneSidedConfig(enable_pdl=args.pdl != 0)
-        self.group = create_local_group(w, params, config)
+        lamport = args.transport == "lamport" and w > 1
+        config = NVLinkOneSidedConfig(
+            enable_pdl=args.pdl != 0, lamport=lamport, lamport_max_tokens=t if lamport else None
+        )
+        sms = torch.cuda.get_device_properties(0).multi_processor_count
+        # Nothing but these ranks runs, so they may share all SMs.
+        self.group = create_local_group(w, params, config, num_sms=None if w == 1 else args.num_sms or sms // w)
+        assert self.group[0].lamport_enabled == lamport  # type: ignore[attr-defined]
         if args.plan:
             for g in self.group:
                 torch_moe_ep._C.force_plan(g.comm, *map(int, args.plan.split("x")))
@@ -148,6 +154,8 @@ def main() -> None:
     options.add_argument("--replays", type=int, default=20)
     options.add_argument("--pdl", type=int, default=1)
     options.add_argument("--plan", default="")
+    options.add_argument("--transport", choices=("fence", "lamport"), default="fence")
+    options.add_argument("--num-sms", type=int, default=0, help="of a rank; 0: an equal share of all")
     options.add_argument("--parts", default="dc,d,c", help="also time dispatch (d) and combine (c) alone, chained")
     args = options.parse_args()
     results = Results("cuda_pair", args.out)
@@ -165,10 +173,11 @@ def main() -> None:
         fence, lamport, sketch = PEER.get(case, (None, None, None))
         floor = ranks.floor_bytes() / ceiling / 1e6
         results.emit(
-            gpu=gpu, case=case, ranks=w, tokens=t, hidden=args.hidden, top_k=args.top_k,
+            gpu=gpu, transport=args.transport, case=case, ranks=w, tokens=t, hidden=args.hidden, top_k=args.top_k,
             experts=args.experts, pdl=bool(args.pdl), plan=args.plan or None, rounds=args.rounds,
             us=round(us["dc"], 2), us_dispatch=round(us.get("d", 0), 2), us_combine=round(us.get("c", 0), 2),
             peer_fence_us=fence, ratio_to_peer_fence=fence and round(us["dc"] / fence, 3), peer_lamport_us=lamport,
+            ratio_to_peer_lamport=lamport and round(us["dc"] / lamport, 3),
             sketch_us=sketch, bytes=ranks.floor_bytes(), floor_us=round(floor, 2),
             ceiling_fraction=round(floor / us["dc"], 3), copy_ceiling_tb_s=round(ceiling, 2),
             window_mib=round(ranks.group[0].window_bytes / 2**20, 2),

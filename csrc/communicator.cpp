@@ -45,6 +45,11 @@ void check_shape(const CommunicatorOptions& o) {
   require(s.max_top_k >= 1 && s.max_top_k <= kMaxTopK,
           "top_k: expected 1.." + std::to_string(kMaxTopK) + got(s.max_top_k));
   require(s.eplb_experts >= 0, "eplb_stats_num_experts: expected at least 0" + got(s.eplb_experts));
+  require(s.lamport_tokens >= 0 && s.lamport_tokens <= s.max_tokens,
+          "lamport_tokens: expected 0..max_tokens_per_rank = " + std::to_string(s.max_tokens) + got(s.lamport_tokens));
+  require(s.lamport_tokens == 0 || (s.ep_size <= kLamportMaxRanks && s.lamport_choice_vectors() <= 32),
+          "lamport_tokens: the Lamport transport takes at most " + std::to_string(kLamportMaxRanks) +
+              " ranks, and ids and weights of 384 bytes per token");
   require(s.weight_itemsize >= 1, "weight_itemsize: expected at least 1" + got(s.weight_itemsize));
   const auto check_row = [](const char* name, int64_t bytes) {
     require(bytes >= 0 && bytes % 16 == 0, std::string(name) + ": expected a multiple of 16" + got(bytes));
@@ -98,7 +103,7 @@ Communicator::Communicator(const CommunicatorOptions& options) : options_(option
   for (int32_t r = 0; r < ep_size(); ++r) active_.words[r / 64] |= uint64_t{1} << (r % 64);
 }
 
-void Communicator::connect(const std::vector<std::string>& handles, int32_t max_blocks) {
+void Communicator::connect(const std::vector<std::string>& handles, int32_t max_blocks, int32_t early_blocks) {
   require(static_cast<int32_t>(handles.size()) == ep_size(),
           "handles: expected one per rank, " + std::to_string(ep_size()) + got(static_cast<int64_t>(handles.size())));
   memory_->connect(rank(), handles);
@@ -109,6 +114,7 @@ void Communicator::connect(const std::vector<std::string>& handles, int32_t max_
     require(max_blocks >= 1 && max_blocks <= cuda::kMaxBlocks,
             "max_blocks: expected 1.." + std::to_string(cuda::kMaxBlocks) + got(max_blocks));
     device_end_->max_blocks = max_blocks;
+    device_end_->early_blocks = early_blocks;
     device_end_->connect(memory_->bases());
   }
 #endif

@@ -50,7 +50,8 @@ class Communicator {
   bool connected() const { return !windows_.empty(); }
 
   // max_blocks: thread blocks of a kernel of this communicator, at most; the same on all ranks. The host has one.
-  void connect(const std::vector<std::string>& handles, int32_t max_blocks = 1);
+  // early_blocks: see cuda::DeviceEnd.
+  void connect(const std::vector<std::string>& handles, int32_t max_blocks = 1, int32_t early_blocks = 0);
 
   // Over a checkpoint: see WindowMemory. Collective, with no op running; connect() follows resume().
   void suspend();

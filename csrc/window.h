@@ -2,6 +2,7 @@
 //
 // A window belongs to one rank and is mapped by all its peers. Who writes what:
 //   flags, headers, done, ids, weights, eplb, landing   put by peers (row s is written by rank s alone)
+//   lamport_*                                           put by peers; two sets, by the parity of the round
 //   stage                                               written by the owner, read (get) by peers
 // So no two ranks ever write the same byte, and a rank only ever reads its own window and its peers' stages.
 #pragma once
@@ -12,6 +13,7 @@
 #include "csrc/ep.h"
 #include "csrc/fp8.h"
 #include "csrc/routing.h"
+#include "csrc/transport/lamport.h"
 
 namespace moe_ep {
 
@@ -23,11 +25,16 @@ struct WindowShape {
   int32_t eplb_experts = 0;       // n the window has room for
   int32_t weight_itemsize = 4;    // bytes of one routing weight
   int32_t flag_blocks = 1;        // flags per peer: one on the host, one per thread block on a GPU
+  int32_t lamport_tokens = 0;     // L, the largest R that the Lamport transport takes; 0 = it is off
   int64_t dispatch_row_bytes = 0; // B: hidden + scale, each rounded up to 16
   int64_t combine_row_bytes = 0;  // bytes of one landing row, a multiple of 16
   CombineWire wire = CombineWire::kRows;
 
   MOE_EP_HD int32_t max_targets() const { return max_top_k < ep_size ? max_top_k : ep_size; }  // M
+  // Vectors of a (source, token) pair, and of a partial, of the Lamport transport.
+  MOE_EP_HD int64_t lamport_row_vectors() const { return 128 * lamport_groups(dispatch_row_bytes / 16); }
+  MOE_EP_HD int64_t lamport_choice_vectors() const { return lamport_vectors(max_top_k * (4ll + weight_itemsize)); }
+  MOE_EP_HD int64_t lamport_partial_vectors() const { return lamport_vectors(combine_row_bytes); }
 };
 
 // What a rank says about its step, put beside its flag. Sixteen 32-bit words, so that it is four 16-byte stores.
@@ -45,6 +52,8 @@ struct alignas(16) StepHeader {
   int64_t reserved;
 };
 static_assert(sizeof(StepHeader) == 64);
+constexpr int32_t kHeaderWords = sizeof(StepHeader) / 4;
+static_assert(kHeaderWords + 1 <= kLamportWords * kLamportHeaderVectors);
 
 // What of it must be equal on all ranks, by index (T may differ); csrc/transport/fence.cpp has their names.
 constexpr int32_t kHeaderFields = 9;
@@ -107,6 +116,11 @@ struct Window {
     int64_t weights;  // [W, C, K] of weight_itemsize
     int64_t stage;    // [C] rows of dispatch_row_bytes
     int64_t landing;  // [C, M] rows of combine_row_bytes
+    // LamportVector [2 sets, ...]:
+    int64_t lamport_headers;   // [W, kLamportHeaderVectors]
+    int64_t lamport_choices;   // [W, L] ids and weights of a token
+    int64_t lamport_rows;      // [W, L] rows of a dispatch
+    int64_t lamport_partials;  // [L, M] rows of a combine
     int64_t bytes;    // the size is where the walk ends
   };
 
@@ -124,6 +138,11 @@ struct Window {
     o.weights = at;  at = round_up(at + w * c * s.max_top_k * s.weight_itemsize, 128);
     o.stage = at;    at = round_up(at + c * s.dispatch_row_bytes, 128);
     o.landing = at;  at = round_up(at + c * s.max_targets() * s.combine_row_bytes, 128);
+    const int64_t l = s.lamport_tokens, set = 2 * static_cast<int64_t>(sizeof(LamportVector));
+    o.lamport_headers = at;   at = round_up(at + (l > 0 ? set * w * kLamportHeaderVectors : 0), 128);
+    o.lamport_choices = at;   at = round_up(at + set * w * l * s.lamport_choice_vectors(), 128);
+    o.lamport_rows = at;      at = round_up(at + set * w * l * s.lamport_row_vectors(), 128);
+    o.lamport_partials = at;  at = round_up(at + set * l * s.max_targets() * s.lamport_partial_vectors(), 128);
     // clang-format on
     o.bytes = at;
     return o;
@@ -156,6 +175,28 @@ struct Window {
   MOE_EP_HD char* landing(const Offsets& o, const WindowShape& s, int32_t token, int32_t slot) const {
     return base + o.landing + (static_cast<int64_t>(token) * s.max_targets() + slot) * s.combine_row_bytes;
   }
+  MOE_EP_HD LamportVector* lamport_header(const Offsets& o, const WindowShape& s, uint64_t round, int32_t from) const {
+    return vectors(o.lamport_headers) + (set(round) * s.ep_size + from) * kLamportHeaderVectors;
+  }
+  MOE_EP_HD LamportVector* lamport_choice(const Offsets& o, const WindowShape& s, uint64_t round, int32_t from,
+                                          int32_t token) const {
+    const int64_t pair = (set(round) * s.ep_size + from) * s.lamport_tokens + token;
+    return vectors(o.lamport_choices) + pair * s.lamport_choice_vectors();
+  }
+  MOE_EP_HD LamportVector* lamport_row(const Offsets& o, const WindowShape& s, uint64_t round, int32_t from,
+                                       int32_t token) const {
+    const int64_t pair = (set(round) * s.ep_size + from) * s.lamport_tokens + token;
+    return vectors(o.lamport_rows) + pair * s.lamport_row_vectors();
+  }
+  MOE_EP_HD LamportVector* lamport_partial(const Offsets& o, const WindowShape& s, uint64_t round, int32_t token,
+                                           int32_t slot) const {
+    const int64_t pair = (set(round) * s.lamport_tokens + token) * s.max_targets() + slot;
+    return vectors(o.lamport_partials) + pair * s.lamport_partial_vectors();
+  }
+
+ private:
+  static MOE_EP_HD int64_t set(uint64_t round) { return static_cast<int64_t>(round & 1); }
+  MOE_EP_HD LamportVector* vectors(int64_t offset) const { return reinterpret_cast<LamportVector*>(base + offset); }
 };
 
 }  // namespace moe_ep

@@ -21,13 +21,17 @@ void check_common(const char* op, const at::Tensor& order, int64_t ep_size,
   if (active_rank_mask.has_value()) {
     const auto type = active_rank_mask->scalar_type();
     TORCH_CHECK_TYPE(type == at::kUInt64 || type == at::kLong, op, ": active_rank_mask: expected uint64, got ", type);
-    TORCH_CHECK_VALUE(active_rank_mask->dim() == 1, op, ": active_rank_mask: expected 1 dimension, got ",
-                      active_rank_mask->dim());
+    // Without dimensions: the one word of up to 64 ranks. Tracing beside CUDA tensors takes CPU scalars only.
+    const bool scalar = active_rank_mask->dim() == 0 && ep_size <= 64;
+    TORCH_CHECK_VALUE(active_rank_mask->dim() == 1 || scalar, op, ": active_rank_mask: expected 1 dimension",
+                      ep_size <= 64 ? " or none" : "", ", got ", active_rank_mask->dim());
     // A mask on the meta device would send the whole call there.
     TORCH_CHECK_VALUE(!active_rank_mask->is_meta() || order.is_meta(), op,
                       ": active_rank_mask: expected a CPU tensor, got ", active_rank_mask->device());
-    CHECK_SIZE(active_rank_mask->sym_size(0).sym_eq((ep_size + 63) / 64), op, ": active_rank_mask: expected ",
-               (ep_size + 63) / 64, " words for ep_size ", ep_size, ", got ", active_rank_mask->sym_size(0));
+    if (!scalar) {
+      CHECK_SIZE(active_rank_mask->sym_size(0).sym_eq((ep_size + 63) / 64), op, ": active_rank_mask: expected ",
+                 (ep_size + 63) / 64, " words for ep_size ", ep_size, ", got ", active_rank_mask->sym_size(0));
+    }
   }
 }
 

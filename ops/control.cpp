@@ -59,7 +59,9 @@ py::dict describe(const std::string& name) {
   d["wire"] = s.wire == CombineWire::kRows ? "rows" : s.wire == CombineWire::kFp8 ? "fp8" : "fp8_plain";
   d["window_bytes"] = o.bytes;
   d["stage_bytes"] = o.landing - o.stage;
-  d["landing_bytes"] = o.bytes - o.landing;
+  d["landing_bytes"] = o.lamport_headers - o.landing;
+  d["lamport_bytes"] = o.bytes - o.lamport_headers;
+  d["lamport_max_tokens"] = s.lamport_tokens;
   d["routing_bytes"] = o.stage;
   d["rounds"] = comm->rounds();
   d["last_error"] = comm->failure();
@@ -112,7 +114,7 @@ PYBIND11_MODULE(_C, m) {
       [](const std::string& name, int32_t rank, int32_t ep_size, const std::string& device, int32_t device_index,
          const std::string& memory, bool enable_rank_mask, bool pdl, int32_t max_tokens, int32_t max_top_k,
          int32_t eplb_experts, int32_t weight_itemsize, int64_t dispatch_row_bytes, int64_t combine_row_bytes,
-         const std::string& wire) {
+         const std::string& wire, int32_t lamport_tokens) {
         CommunicatorOptions options;
         options.name = name;
         options.rank = rank;
@@ -130,21 +132,23 @@ PYBIND11_MODULE(_C, m) {
         shape.dispatch_row_bytes = dispatch_row_bytes;
         shape.combine_row_bytes = combine_row_bytes;
         shape.wire = combine_wire(wire);
+        shape.lamport_tokens = lamport_tokens;
         return py::bytes(moe_ep::open(options)->memory().handle());
       },
       py::kw_only(), py::arg("name"), py::arg("rank"), py::arg("ep_size"), py::arg("device"), py::arg("device_index"),
       py::arg("memory") = "shm", py::arg("enable_rank_mask"), py::arg("pdl") = false, py::arg("max_tokens"),
       py::arg("max_top_k"), py::arg("eplb_experts"), py::arg("weight_itemsize"), py::arg("dispatch_row_bytes"),
-      py::arg("combine_row_bytes"), py::arg("wire") = "rows",
+      py::arg("combine_row_bytes"), py::arg("wire") = "rows", py::arg("lamport_tokens") = 0,
       "Allocates this rank's window under `name`; returns the handle its peers connect to.");
   m.def("fp8_row_bytes", &fp8_row_bytes, py::arg("hidden_size"), "Bytes of a partial that travels as FP8.");
   m.def(
       "connect",
-      [](const std::string& name, const std::vector<std::string>& handles, int32_t max_blocks) {
-        find(name)->connect(handles, max_blocks);
+      [](const std::string& name, const std::vector<std::string>& handles, int32_t max_blocks, int32_t early_blocks) {
+        find(name)->connect(handles, max_blocks, early_blocks);
       },
-      py::arg("name"), py::arg("handles"), py::arg("max_blocks") = 1,
-      "Maps the windows of all ranks (handles by rank); a GPU's kernels use at most max_blocks thread blocks.");
+      py::arg("name"), py::arg("handles"), py::arg("max_blocks") = 1, py::arg("early_blocks") = 0,
+      "Maps the windows of all ranks (handles by rank); a GPU's kernels use at most max_blocks thread blocks, and those "
+      "of at most early_blocks let the next kernel's blocks be launched before the round is complete.");
   m.def(
       "suspend", [](const std::string& name) { find(name)->suspend(); },
       "Gives the window's physical memory back and keeps all addresses.");

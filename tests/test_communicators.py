@@ -322,9 +322,12 @@ def run_describe(rank: Rank, w: int, c: int, h: int, k: int, extra: int, itemsiz
         assert d["stage_bytes"] == c * row
         assert d["landing_bytes"] == c * min(k, w) * h * itemsize
         # flags, headers and done words, and per peer and token K ids and weights; regions start on 128 bytes
-        least = w * (2 * 8 + 8 + 2 * 64) + w * c * k * 8
+        flags = 512 if rank.device.type == "cuda" else 1  # of a peer and parity: one per thread block
+        least = w * (2 * 8 * flags + 8 + 2 * 64) + w * c * k * 8
         assert least <= d["routing_bytes"] < least + 8 * 128
-        assert group.window_bytes == d["window_bytes"] == d["stage_bytes"] + d["landing_bytes"] + d["routing_bytes"]
+        parts = (d[f"{part}_bytes"] for part in ("stage", "landing", "routing", "lamport"))
+        assert group.window_bytes == d["window_bytes"] == sum(parts)
+        assert (d["lamport_bytes"] > 0) == (d["lamport_max_tokens"] > 0)
         assert {key: d[key] for key in ("name", "rank", "ep_size", "device", "max_tokens_per_rank", "max_top_k")} == {
             "name": group.comm, "rank": rank.rank, "ep_size": w, "device": rank.device.type,
             "max_tokens_per_rank": c, "max_top_k": k,

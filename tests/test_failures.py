@@ -171,6 +171,14 @@ def caught(function: Callable[[], Any]) -> tuple[type[BaseException] | None, str
     return None, "nothing raised"
 
 
+def told(rank: Rank, call: Callable[[], Any], another: Callable[[], Any]) -> None:
+    """Makes the call that ends in an error. A kernel cannot raise: there the next call does, and sends nothing."""
+    call()
+    if rank.device.type == "cuda":
+        torch.cuda.synchronize()
+        another()
+
+
 def run_bad_input(rank: Rank) -> list[str]:
     """Makes every bad call on a live communicator, a good step after each; returns what was not as it must be."""
     wrong = []
@@ -260,7 +268,7 @@ def run_disagreement(rank: Rank, name: str) -> tuple[type[BaseException] | None,
         )
         with rank.device:
             odd = DISAGREEMENTS[name][0] if rank.rank == w - 1 else Call.dispatch
-            outcome = caught(lambda: odd(call))
+            outcome = caught(lambda: told(rank, lambda: odd(call), lambda: Call.dispatch(call)))
         for seed in range(3):
             step = Step(CASE, w, rank.rank, seed, rank.device)
             step.dispatch(group)
@@ -289,7 +297,11 @@ def run_other_routing(rank: Rank) -> None:
         old, new = (Step(CASE, 2, rank.rank, seed, rank.device) for seed in range(2))
         old.dispatch(group)
         new.dispatch(group)
-        kind, text = caught(lambda: (old if rank.rank else new).combine(group))
+        mine = old if rank.rank else new
+        call = lambda: torch_moe_ep.combine(  # noqa: E731
+            group, mine.expert_output.to(rank.device), mine.routing, num_tokens=len(mine.inputs.topk_ids)
+        )
+        kind, text = caught(lambda: told(rank, call, call))
         assert kind is RuntimeError and "routing" in text and "has 1" in text and "has 2" in text, text
         old.combine(group)
         new.combine(group)

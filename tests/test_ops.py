@@ -80,7 +80,9 @@ def dispatch_arguments(
         "num_experts": EXPERTS,
         "ep_size": world_size,
         "eplb_local_stats": stats.to(device) if case.eplb else None,
-        "active_rank_mask": torch.tensor([2**world_size - 1], dtype=torch.uint64) if case.mask else None,
+        # Beside CUDA tensors tracing takes CPU scalars only.
+        "active_rank_mask": torch.tensor(2**world_size - 1, dtype=torch.uint64).reshape(() if device.type == "cuda" else 1)
+        if case.mask else None,
         "comm": comm,
     }
     return args, options

@@ -138,6 +138,7 @@ class WindowSpec:
     memory: tuple[str, ...] = ("shm",)
     pdl: bool = False
     num_sms: int | None = None
+    lamport_max_tokens: int = 0  # 0: the Lamport transport is off
 
 
 @dataclass
@@ -149,6 +150,7 @@ class SharedWindow:
     key: Any
     exchange: CommBackend
     max_blocks: int = 1
+    early_blocks: int = 0
     users: int = 1
     suspended: bool = False
 
@@ -188,19 +190,24 @@ class _Proposal(NamedTuple):
     name_is_taken: bool
 
 
-def _exchange_proposals(exchange: CommBackend, mine: _Proposal) -> list[_Proposal]:
-    """Those of all ranks by rank, once they agree about everything but the device."""
-    world_size = mine.spec.ep_size
-    proposals = exchange.allgather(mine)
-    if not isinstance(proposals, list | tuple) or len(proposals) != world_size:
-        count = len(proposals) if isinstance(proposals, list | tuple) else repr(proposals)
+def gather(exchange: CommBackend, rank: int, world_size: int, value: Any) -> list[Any]:
+    """The values of all ranks by rank; ValueError for an exchange that returns anything else."""
+    entries = exchange.allgather((rank, value))
+    if not isinstance(entries, list | tuple) or len(entries) != world_size:
+        count = len(entries) if isinstance(entries, list | tuple) else repr(entries)
         raise ValueError(f"comm_backend: allgather returned {count} entries for world_size {world_size}")
-    ranks = [p.rank if isinstance(p, _Proposal) else p for p in proposals]
+    ranks = [e[0] if isinstance(e, tuple) and len(e) == 2 else e for e in entries]
     if ranks != list(range(world_size)):
         raise ValueError(
             f"comm_backend: expected the entries of ranks 0..{world_size - 1} in order from allgather, "
             f"got those of {ranks!r:.200}"
         )
+    return [value for _, value in entries]
+
+
+def _exchange_proposals(exchange: CommBackend, mine: _Proposal) -> list[_Proposal]:
+    """Those of all ranks by rank, once they agree about everything but the device."""
+    proposals: list[_Proposal] = gather(exchange, mine.rank, mine.spec.ep_size, mine)
     here = {**asdict(mine.spec), "namespace": mine.namespace}
     for other in proposals:
         there = {**asdict(other.spec), "namespace": other.namespace}
@@ -210,7 +217,7 @@ def _exchange_proposals(exchange: CommBackend, mine: _Proposal) -> list[_Proposa
                     f"{what}: rank {mine.rank} has {here[what]!r}, rank {other.rank} has {there[what]!r}; "
                     "it must be the same on every rank"
                 )
-    return list(proposals)
+    return proposals
 
 
 def open_window(
@@ -254,7 +261,7 @@ def open_window(
     def close() -> None:
         _C.close(name)
 
-    def attempt(memory: str) -> int:
+    def attempt(memory: str) -> tuple[int, int]:
         def allocate() -> tuple[bytes, str, int]:
             handle = _C.open(
                 name=name,
@@ -272,6 +279,7 @@ def open_window(
                 dispatch_row_bytes=spec.dispatch_row_bytes,
                 combine_row_bytes=spec.combine_row_bytes,
                 wire=spec.wire,
+                lamport_tokens=spec.lamport_max_tokens,
             )
             return handle, *_device_share(device, spec.num_sms)
 
@@ -279,12 +287,19 @@ def open_window(
             allocated = _agree(exchange, f"allocating the windows ({memory})", allocate, close)
             handles = [handle for handle, _, _ in allocated]
             devices = [identity for _, identity, _ in allocated]
-            # All blocks of all ranks of a device must be resident at once, and block b of a rank exchanges with block
-            # b of its peers: the smallest share counts for everybody.
-            max_blocks = min(max(1, blocks // devices.count(identity)) for _, identity, blocks in allocated)
-            _agree(exchange, f"connecting the windows ({memory})", lambda: _C.connect(name, handles, max_blocks), close)
+            # Block b of a rank exchanges with block b of its peers: the smallest share counts for everybody.
+            max_blocks = min(_share_of(blocks, devices.count(identity)) for _, identity, blocks in allocated)
+            # The next kernel's blocks need room too. Whoever divides a device by hand leaves room for two of ours.
+            alone = devices.count(devices[bootstrap.rank]) == 1 and spec.num_sms is None
+            early_blocks = max_blocks if alone else 0 if spec.num_sms is None else max_blocks // 2
+            _agree(
+                exchange,
+                f"connecting the windows ({memory})",
+                lambda: _C.connect(name, handles, max_blocks, early_blocks),
+                close,
+            )
             _C.seal(name)
-            return max_blocks
+            return max_blocks, early_blocks
         except BaseException:
             close()
             raise
@@ -292,7 +307,7 @@ def open_window(
     failures = []
     for memory in spec.memory:
         try:
-            max_blocks = attempt(memory)
+            blocks = attempt(memory)
             break
         except RuntimeError as error:  # raised alike on all ranks, so that all of them try the next kind
             failures.append(str(error))
@@ -300,7 +315,7 @@ def open_window(
                 logger.info("%s: no %s memory: %s", name, memory, error)
     else:
         raise RuntimeError("; ".join(failures))
-    window = SharedWindow(name, torch.zeros(1, device=device), (key, group), exchange, max_blocks)
+    window = SharedWindow(name, torch.zeros(1, device=device), (key, group), exchange, *blocks)
     with _lock:
         _shared[key] = window
     return window
@@ -316,6 +331,16 @@ def _device_share(device: torch.device, num_sms: int | None) -> tuple[str, int]:
         blocks = max(1, blocks * num_sms // properties.multi_processor_count)
         return f"{properties.uuid}/{uuid.uuid4()}", min(blocks, _C.MAX_BLOCKS)  # the caller has done the sharing
     return str(properties.uuid), min(blocks, _C.MAX_BLOCKS)
+
+
+def _share_of(blocks: int, ranks: int) -> int:
+    """Blocks for each of ``ranks`` ranks that share a device which holds ``blocks`` of them, two per SM.
+
+    All blocks of all ranks must be resident at once, or they wait for each other forever. While one rank's blocks wait
+    for a peer, the kernels that the peer runs first, of any kind, must find room too, and some of them take a whole SM:
+    so a quarter of the SMs is left free of blocks that wait.
+    """
+    return max(1, blocks if ranks == 1 else blocks * 3 // 8 // ranks)
 
 
 def _take_number(at_least: int) -> int:
@@ -353,7 +378,7 @@ def resume_window(window: SharedWindow) -> None:
     _agree(
         window.exchange,
         "connecting the windows again",
-        lambda: _C.connect(window.name, handles, window.max_blocks),
+        lambda: _C.connect(window.name, handles, window.max_blocks, window.early_blocks),
         lambda: None,
     )
     window.suspended = False

@@ -51,10 +51,7 @@ class MoEEpCommunication(ABC):
     timeout_sec: int = 300
 
     def __init__(self, bootstrap: BootstrapConfig, params: MoEEpCommParams) -> None:
-        if not self.is_platform_supported():
-            raise RuntimeError(
-                f"{type(self).__name__} cannot run on this machine: {self.unsupported_reason() or 'not supported'}"
-            )
+        self.require_platform()
         self.bootstrap = bootstrap
         self.params = params
         self.ep_rank = bootstrap.rank
@@ -66,6 +63,14 @@ class MoEEpCommunication(ABC):
     @abstractmethod
     def is_platform_supported(cls) -> bool:
         """Whether this backend can run on this machine. Needs no instance and no peers."""
+
+    @classmethod
+    def require_platform(cls) -> None:
+        """Raises RuntimeError with :meth:`unsupported_reason` where this backend cannot run."""
+        if not cls.is_platform_supported():
+            raise RuntimeError(
+                f"{cls.__name__} cannot run on this machine: {cls.unsupported_reason() or 'not supported'}"
+            )
 
     @classmethod
     def unsupported_reason(cls) -> str | None:

@@ -61,6 +61,7 @@ def dispatch(
         ValueError, TypeError: an argument does not fit; names it; nothing was sent.
         RuntimeError: the ranks disagree about the step, or a wait outlived timeout_sec.
     """
+    active_rank_mask = _traceable(active_rank_mask)
     r = group.params.max_tokens_per_rank if tokens_per_rank is None else tokens_per_rank
     options = _Options(group.comm, group.ep_size, group.timeout_sec, r, group.params.num_experts,
                        group.params.invalid_expert_id)
@@ -109,6 +110,7 @@ def combine(
     Returns:
         ``[T, H]`` of expert_output's dtype (``out`` if given).
     """
+    active_rank_mask = _traceable(active_rank_mask)
     expert_output = expert_output.flatten(0, 1) if expert_output.dim() == 3 else expert_output
     options = _Options(group.comm, group.ep_size, group.timeout_sec)
     if out is not None:
@@ -123,6 +125,14 @@ def combine(
     if torch.is_grad_enabled() and expert_output.requires_grad:
         return _Combine.apply(expert_output, routing, group.order, num_tokens, active_rank_mask, options)
     return _combine(expert_output, routing, group.order, num_tokens, active_rank_mask, options)
+
+
+def _traceable(active_rank_mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Beside CUDA tensors a traced op takes a CPU tensor without dimensions only, which the mask of up to 64 ranks can
+    be. (Of more ranks: ``set_active_ranks``.)"""
+    if active_rank_mask is None or not torch.compiler.is_compiling() or active_rank_mask.shape != (1,):
+        return active_rank_mask
+    return active_rank_mask.squeeze(0)
 
 
 class _Options(NamedTuple):

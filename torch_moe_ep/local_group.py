@@ -8,6 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
+import torch
+
 from torch_moe_ep.bootstrap import BootstrapConfig
 from torch_moe_ep.communication import MoEEpCommunication, create_communication
 from torch_moe_ep.params import MoEEpCommParams
@@ -69,9 +71,31 @@ def create_local_group(
 
 
 def run_local_group(ep_size: int, function: Callable[[int], Any]) -> list[Any]:
-    """Runs ``function(rank)`` in one thread per rank; returns the results by rank, raises the first error."""
+    """Runs ``function(rank)`` in one thread per rank; returns the results by rank, raises the first error.
+
+    Where CUDA is in use, each thread has a stream of its own, since kernels of different ranks wait for each other; it
+    begins after what the caller's stream holds, and the caller's stream goes on after it.
+    """
+    on_gpu = torch.cuda.is_initialized()
+    caller = torch.cuda.current_stream() if on_gpu else None
+
+    def run(rank: int) -> Any:
+        if caller is None:
+            return function(rank)
+        torch.cuda.set_device(caller.device)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(caller)
+        with torch.cuda.stream(stream):
+            result = function(rank)
+        finished.append(stream)
+        return result
+
+    finished: list[torch.cuda.Stream] = []
     with ThreadPoolExecutor(max_workers=ep_size) as pool:
-        futures = [pool.submit(function, rank) for rank in range(ep_size)]
+        futures = [pool.submit(run, rank) for rank in range(ep_size)]
         for done in as_completed(futures):  # the first error in time: later ones may be waits for that rank
             done.result()
-        return [future.result() for future in futures]
+    for stream in finished:
+        assert caller is not None
+        caller.wait_stream(stream)
+    return [future.result() for future in futures]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from torch_moe_ep import _C
-from torch_moe_ep.bootstrap import BootstrapConfig
+from torch_moe_ep.bootstrap import BootstrapConfig, choose_comm_backend, gather
 from torch_moe_ep.communication import register_communication
 from torch_moe_ep.config import NVLinkOneSidedConfig
 from torch_moe_ep.one_sided import OneSidedAlltoAll, check_config, logger
 from torch_moe_ep.params import MoEEpCommParams
 
+LAMPORT_CROSSOVER_BYTES = 2 * 2**20
 MEMORY_KINDS = ("fabric", "posix_fd", "cuda_ipc")
 """Tried in this order: what a whole NVLink domain can map, what one host can, and what works where neither does."""
 
@@ -25,8 +28,9 @@ class NVLinkOneSidedAlltoAll(OneSidedAlltoAll):
         namespace: a name other than "" asks for windows of its own instead of those of an equal layout.
         low_precision_scales: with ``use_low_precision_combine``, whether blocks of 128 elements carry a float32 scale;
             False is the plain cast to e4m3, which saturates at 448. Gradients of a dispatch travel the same way.
-        num_sms: SMs the kernels of this rank may fill; None divides the device among the ranks that live on it. All
-            blocks of all ranks of a device must be resident at once, or they wait for each other forever.
+        num_sms: SMs the kernels of this rank may fill; None is all of them, or, where ranks share a device, its part of
+            three eighths of the device, so that other kernels find room beside kernels that wait. All blocks of all ranks
+            of a device must be resident at once, or they wait for each other forever.
 
     Raises:
         RuntimeError: :meth:`is_platform_supported` is False; the text says why.
@@ -51,6 +55,23 @@ class NVLinkOneSidedAlltoAll(OneSidedAlltoAll):
         index = bootstrap.device
         if index is None:
             index = torch.cuda.current_device() if torch.cuda.is_available() else 0
+        self.require_platform()
+        exchange, _ = choose_comm_backend(bootstrap, config.comm_backend)
+        votes = gather(
+            exchange, bootstrap.rank, bootstrap.world_size,
+            (refusals(config, bootstrap.world_size, params, index), config.lamport_max_tokens),
+        )
+        for rank, (_, limit) in enumerate(votes):
+            if limit != config.lamport_max_tokens:
+                raise ValueError(
+                    f"lamport_max_tokens: rank {bootstrap.rank} has {config.lamport_max_tokens}, rank {rank} has {limit}; "
+                    "it must be the same on every rank"
+                )
+        self.transport_refusals: dict[str, list[str]] = {
+            transport: [f"rank {r}: {vote[transport]}" for r, (vote, _) in enumerate(votes) if vote[transport]]
+            for transport in ("lamport", "cft")
+        }
+        limit = config.lamport_max_tokens or default_lamport_max_tokens(params, bootstrap.world_size)
         super().__init__(
             bootstrap,
             params,
@@ -62,16 +83,21 @@ class NVLinkOneSidedAlltoAll(OneSidedAlltoAll):
             memory=MEMORY_KINDS,
             pdl=config.enable_pdl is not False,
             num_sms=num_sms,
+            lamport_max_tokens=0 if self.transport_refusals["lamport"] else min(limit, params.max_tokens_per_rank),
         )
-        assert self._window is not None
-        votes = self._window.exchange.allgather(refusals(config, self.ep_size, index))
-        self.transport_refusals: dict[str, list[str]] = {
-            transport: [f"rank {r}: {vote[transport]}" for r, vote in enumerate(votes) if vote[transport]]
-            for transport in ("lamport", "cft")
-        }
         if self.ep_rank == 0:
+            described = self.describe()
+            state = {
+                "lamport": f"on for steps of up to {described['lamport_max_tokens']} tokens per rank, "
+                f"{described['lamport_bytes'] / 2**20:.1f} MiB of regions per rank",
+                "cft": "on",
+            }
             for transport, reasons in self.transport_refusals.items():
-                logger.info("%s: %s is %s", self.comm, transport, f"off ({reasons[0]})" if reasons else "on")
+                asked = getattr(config, transport) is True
+                logger.log(
+                    logging.WARNING if reasons and asked else logging.INFO,
+                    "%s: %s is %s", self.comm, transport, f"off ({reasons[0]})" if reasons else state[transport],
+                )
 
     @classmethod
     def is_platform_supported(cls) -> bool:
@@ -89,6 +115,11 @@ class NVLinkOneSidedAlltoAll(OneSidedAlltoAll):
         return None
 
     @property
+    def lamport_max_tokens(self) -> int:
+        """The largest step (R) that the Lamport transport takes; 0 where it is off."""
+        return self.describe()["lamport_max_tokens"]
+
+    @property
     def lamport_enabled(self) -> bool:
         """Whether the Lamport transport takes steps of this instance: every rank must be able to."""
         return not self.transport_refusals["lamport"]
@@ -99,20 +130,33 @@ class NVLinkOneSidedAlltoAll(OneSidedAlltoAll):
         return not self.transport_refusals["cft"]
 
 
-def refusals(config: NVLinkOneSidedConfig, ep_size: int, device: int) -> dict[str, str]:
-    """Why this rank does not take part in a transport, by transport; "" where it does.
+def default_lamport_max_tokens(params: MoEEpCommParams, ep_size: int) -> int:
+    """The largest R for which the Lamport transport was measured to beat the fence, at most C, at least 1.
 
-    The fence transport takes every step of this version; these are what a rank votes with.
+    The crossover lies where the rows that a rank may receive, W*R of them, are LAMPORT_CROSSOVER_BYTES (benchmarks/
+    NOTES.md): below it the time of a step is latency, which one-way vectors save; above it is bandwidth, of which they
+    cost a third more.
     """
+    rows = LAMPORT_CROSSOVER_BYTES // max(1, ep_size * params.dispatch_bytes_per_token)
+    return max(1, min(rows, params.max_tokens_per_rank))
+
+
+def refusals(config: NVLinkOneSidedConfig, ep_size: int, params: MoEEpCommParams, device: int) -> dict[str, str]:
+    """Why this rank does not take part in a transport, by transport; "" where it does. What a rank votes with."""
     capability = torch.cuda.get_device_capability(device)
+    choice_bytes = params.top_k * (4 + max(4, params.token_dtype.itemsize))
     if config.lamport is False or config.lamport is None and config.cft is True:
         lamport = "lamport=False" if config.lamport is False else "cft=True"
     elif ep_size > 64:
         lamport = f"{ep_size} ranks are more than 64"
+    elif ep_size == 1:
+        lamport = "a lone rank needs no transport"
     elif config.use_low_precision_combine:
         lamport = "use_low_precision_combine=True"
+    elif choice_bytes > 384:
+        lamport = f"ids and weights of a token take {choice_bytes} bytes, more than 384"
     else:
-        lamport = "this version of torch_moe_ep has no Lamport transport"
+        lamport = ""
     if config.cft is False:
         cft = "cft=False"
     elif capability < (10, 0):

@@ -5,11 +5,7 @@
 //      rank among the token's targets]; releases its flag to every peer;
 //   2. awaits the flags of the same block of every peer;
 //   3. sums its bytes of its own tokens, partials of other ranks from the own landing, its own from expert_output.
-// The sum is taken in float32 (float64 for float64 rows) over the targets in the order of their first appearance in
-// the top-k, starting from the first partial, and rounded once, as csrc/cpu/combine.cpp does it. A rank without peers
-// needs none of this: combine_alone_kernel.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+// A rank without peers needs none of this: combine_alone_kernel.
 #include <cuda_fp8.h>
 
 #include <algorithm>
@@ -17,6 +13,7 @@
 #include "csrc/cuda/device.cuh"
 #include "csrc/cuda/launch.cuh"
 #include "csrc/cuda/launch.h"
+#include "csrc/cuda/sum.cuh"
 #include "csrc/fp8.h"
 #include "csrc/limits.h"
 #include "csrc/transport/fence.cuh"
@@ -31,6 +28,7 @@ struct CombineParams {
   CombineArgs args;
   Plan plan;
   bool masked;          // the communicator has rank masks
+  bool early;           // the next kernel's blocks may be launched while peers still run this round
   int32_t units;        // of a row, of what a thread handles at a time
   int32_t piece_units;  // of a piece
 };
@@ -43,37 +41,6 @@ struct CombineShared {
   const char* source[kTile];
   char* target[kTile];
   const char* partial[kTile];  // [token, target] of the sum: a landing row, expert_output's row + kOwn, or null
-};
-
-__device__ __forceinline__ float to_sum(float x) { return x; }
-__device__ __forceinline__ double to_sum(double x) { return x; }
-__device__ __forceinline__ float to_sum(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ __forceinline__ float to_sum(__half x) { return __half2float(x); }
-__device__ __forceinline__ void round_to(float& out, float x) { out = x; }
-__device__ __forceinline__ void round_to(double& out, double x) { out = x; }
-__device__ __forceinline__ void round_to(__nv_bfloat16& out, float x) { out = __float2bfloat16_rn(x); }
-__device__ __forceinline__ void round_to(__half& out, float x) { out = __float2half_rn(x); }
-
-// A running sum of N elements, in the order of add(), starting from the first term; zeros without any.
-template <class T, int N>
-class RunningSum {
- public:
-  using Sum = decltype(to_sum(T{}));
-  template <class Term>
-  __device__ void add(const Term& term_of) {
-#pragma unroll
-    for (int e = 0; e < N; ++e) sums_[e] = any_ ? sums_[e] + term_of(e) : term_of(e);
-    any_ = true;
-  }
-  __device__ T rounded(int e) const {
-    T out{};
-    if (any_) round_to(out, sums_[e]);
-    return out;
-  }
-
- private:
-  Sum sums_[N];
-  bool any_ = false;
 };
 
 // How partials travel. A wire knows what a thread handles at a time (a unit of kElements elements), how it is put into
@@ -228,6 +195,7 @@ class CombineBlock {
         group_(divide(static_cast<int32_t>(blockIdx.x), p.plan.pieces)),
         groups_(p.plan.groups),
         descending_(p.plan.descending),
+        early_(p.early),
         first_unit_((static_cast<int32_t>(blockIdx.x) - group_ * p.plan.pieces) * p.piece_units) {
     const int32_t left = p.units - first_unit_;
     units_ = left < 0 ? 0 : left < p.piece_units ? left : p.piece_units;
@@ -239,9 +207,10 @@ class CombineBlock {
     put();
     fence_.put_header(header);
     fence_.signal(a_.num_tokens);
+    if (early_) launch_dependents();  // signal() holds a barrier: the block has put everything
     list_partials(0);  // while the flags travel
     fence_.await(static_cast<int32_t>(blockIdx.x), header);
-    launch_dependents();
+    if (!early_) launch_dependents();
     if (a_.max_targets <= 2) {
       reduce<2, 6>();
     } else if (a_.max_targets <= 4) {
@@ -388,6 +357,7 @@ class CombineBlock {
   DeviceFence<MASK> fence_;
   const int32_t group_, groups_;
   const bool descending_;
+  const bool early_;
   const int32_t first_unit_;
   int32_t units_;
 };
@@ -501,6 +471,7 @@ void combine(Communicator& comm, const CombineArgs& args, void* stream) {
   check_fits(comm, args);
   DeviceEnd& end = *comm.device_end();
   end.raise_failure(comm, OpKind::kCombine);
+  if (takes_lamport(comm, args)) return lamport_combine(comm, args, stream);
   const bool mask = comm.options().enable_rank_mask, alone = comm.ep_size() == 1;
   const bool fp8 = comm.shape().wire != CombineWire::kRows && !alone;
   const int64_t itemsize = element_size(args.element_type);
@@ -511,6 +482,7 @@ void combine(Communicator& comm, const CombineArgs& args, void* stream) {
   const int64_t unit = fp8 ? 4 * itemsize : wide ? 16 : itemsize;  // bytes of expert_output
   CombineParams p{end.comm(comm, args.timeout_sec), args, end.plan(args.tokens_per_rank, args.expert_output.bytes),
                   mask};
+  p.early = p.plan.blocks() <= end.early_blocks;
   p.args.plain_fp8 = comm.shape().wire == CombineWire::kFp8Plain;
   p.units = static_cast<int32_t>((args.expert_output.bytes + unit - 1) / unit);
   // Pieces begin where a block of FP8 codes does.

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "csrc/transport/lamport.h"
+
 namespace moe_ep::cuda {
 
 // What one thread moves at a time: the widest unit that divides every address of a step.
@@ -69,6 +71,23 @@ __device__ __forceinline__ void store_relaxed_sys(uint64_t* p, uint64_t x) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(x) : "memory");
 }
 __device__ __forceinline__ void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+// One 128-bit access each: a vector is seen whole or not at all.
+__device__ __forceinline__ LamportVector load_vector(const LamportVector* p) {
+  uint64_t low, high;
+  asm volatile("{\n .reg .b128 x;\n ld.relaxed.sys.global.b128 x, [%2];\n mov.b128 {%0, %1}, x;\n}"
+               : "=l"(low), "=l"(high)
+               : "l"(p)
+               : "memory");
+  return {{static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32), static_cast<uint32_t>(high)},
+          static_cast<uint32_t>(high >> 32)};
+}
+__device__ __forceinline__ void store_vector(LamportVector* p, uint32_t a, uint32_t b, uint32_t c, uint32_t tag) {
+  const uint64_t low = static_cast<uint64_t>(b) << 32 | a, high = static_cast<uint64_t>(tag) << 32 | c;
+  asm volatile("{\n .reg .b128 x;\n mov.b128 x, {%1, %2};\n st.relaxed.sys.global.b128 [%0], x;\n}" ::"l"(p), "l"(low),
+               "l"(high)
+               : "memory");
+}
 
 // 16 bytes from global to shared memory while the thread goes on; await_async_copies() before they are read.
 __device__ __forceinline__ void copy_async(void* shared, const void* global) {

@@ -14,8 +14,8 @@
 #include "csrc/cuda/device.cuh"
 #include "csrc/cuda/launch.cuh"
 #include "csrc/cuda/launch.h"
+#include "csrc/cuda/targets.cuh"
 #include "csrc/limits.h"
-#include "csrc/routing.h"
 #include "csrc/transport/fence.cuh"
 
 namespace moe_ep::cuda {
@@ -30,6 +30,7 @@ struct DispatchParams {
   Plan plan;
   ExpertSplit split;
   bool masked;  // the communicator has rank masks
+  bool early;   // the next kernel's blocks may be launched while peers still run this round
 };
 
 struct DispatchShared {
@@ -38,14 +39,6 @@ struct DispatchShared {
   const char* source[kTile];    // of the row, piece applied
   int32_t row[kTile];           // of the output
 };
-
-// An own id as it travels: every id outside [0, E) becomes invalid_expert_id, before an int64 is narrowed.
-__device__ __forceinline__ int32_t sanitised_id(const DispatchArgs& a, int32_t t, int32_t k) {
-  const int64_t at = t * a.ids_row_stride + k * a.ids_col_stride;
-  const int64_t id =
-      a.ids_are_int64 ? static_cast<const int64_t*>(a.topk_ids)[at] : static_cast<const int32_t*>(a.topk_ids)[at];
-  return id >= 0 && id < a.num_experts ? static_cast<int32_t>(id) : a.invalid_expert_id;
-}
 
 template <int BYTES, bool MASK>
 class DispatchBlock {
@@ -60,7 +53,8 @@ class DispatchBlock {
         groups_(p.plan.groups),
         piece_(static_cast<int32_t>(blockIdx.x) - group_ * p.plan.pieces),
         pieces_(p.plan.pieces),
-        first_byte_(piece_ * p.plan.piece_bytes) {
+        first_byte_(piece_ * p.plan.piece_bytes),
+        early_(p.early) {
     const int64_t left = a_.hidden.bytes - first_byte_;
     units_ = static_cast<int32_t>((left < 0 ? 0 : left < p.plan.piece_bytes ? left : p.plan.piece_bytes) / BYTES);
     own_tokens_ = share_of(a_.num_tokens);
@@ -73,13 +67,14 @@ class DispatchBlock {
     const StepHeader header = step_header(a_);
     fence_.put_header(header);
     fence_.signal(a_.num_tokens);
+    if (early_) launch_dependents();  // signal() holds a barrier: the block has put everything
     if (threadIdx.x == 0) shared_.fence.tokens[c_.rank] = fence_.is_active(c_.rank) ? a_.num_tokens : 0;
     // Own rows while the flags travel, where they are worth a pass of their own.
     const bool own_first = static_cast<int64_t>(own_tokens_) * units_ * BYTES >= kOwnFirstBytes;
     for (int pass = own_first ? 0 : 1; pass < 2; ++pass) {
       if (pass == 1) {
         fence_.await(group_ * pieces_, header);
-        launch_dependents();
+        if (!early_) launch_dependents();
       }
       receive(c_.rank + (own_first ? pass : 0), pass == 0 ? 1 : c_.ep_size - (own_first ? 1 : 0));
     }
@@ -94,12 +89,6 @@ class DispatchBlock {
   __device__ int32_t token(int32_t i) const { return group_ + i * groups_; }
 
   __device__ int32_t own_id(int32_t t, int32_t k) const { return sanitised_id(a_, t, k); }
-
-  // ExpertSplit::owner with the cheaper division.
-  __device__ int32_t owner(int32_t id) const {
-    const int32_t wide = split_.wide_ranks * (split_.per_rank + 1);
-    return id < wide ? divide(id, split_.per_rank + 1) : split_.wide_ranks + divide(id - wide, split_.per_rank);
-  }
 
   // Steps 1 and 2. Own rows into the own window, and piece 0 the ids, weights and statistics of the group to all peers:
   // for that, warps form a team per peer, as far as they go.
@@ -225,19 +214,9 @@ class DispatchBlock {
 
   __device__ void look_at_pair(int32_t q, const Choice& choice, int32_t k, int32_t lanes) {
     const int32_t source = choice.source, t = choice.t, id = choice.id;
-    constexpr unsigned kAll = 0xFFFFFFFFu;
-    const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
-    const unsigned before = (1u << lane) - 1;                                     // lanes below
-    const unsigned group = kAll >> (32 - lanes) << (lane - k);                     // lanes of this pair
-    const bool selects = split_.contains(id);
-    const int32_t rank = selects ? owner(id) : -1;
-    // Equal keys: the same rank of the same pair. The first of them is where the rank appears first.
-    const unsigned same = __match_any_sync(kAll, selects ? rank : -1 - lane) & group;
-    const bool fresh = selects && (same & before) == 0;
-    const unsigned targets = __ballot_sync(kAll, fresh) & group;
-    const unsigned here = __ballot_sync(kAll, fresh && rank == c_.rank) & group;
+    const Targets found = find_targets(split_, id, k, lanes, c_.rank);
     if (t < 0) return;
-    const int32_t slot = here == 0 ? -1 : __popc(targets & ((here & -here) - 1));
+    const int32_t slot = found.slot;
     const bool own = source == c_.rank;
     const int32_t row = source * a_.tokens_per_rank + t;
     if (slot >= 0 && k == 0) {
@@ -254,18 +233,8 @@ class DispatchBlock {
       copy_row_bytes(a_.out_scale + row * a_.scale.bytes, from, a_.scale.bytes, k, lanes);
     }
     if (q - divide(q, pieces_) * pieces_ != piece_) return;
-    int32_t* slots = a_.routing + static_cast<int64_t>(1 + source) * a_.tokens_per_rank + t;
-    if (k == 0) *slots = slot;
-    if (own) {
-      // This rank's own token: row 0 of routing, and the targets in the order of their first appearance.
-      if (k == 0) a_.routing[t] = t == 0 ? static_cast<int32_t>(fence_.round() & 0x7FFFFFFF) : 0;
-      int32_t* out = a_.routing + static_cast<int64_t>(1 + c_.ep_size) * a_.tokens_per_rank + t;
-      const int32_t max_targets = a_.top_k < c_.ep_size ? a_.top_k : c_.ep_size;
-      // A mask leaves slots where they are; a target that it cuts off is none for combine.
-      const bool sent = fence_.is_active(rank) && fence_.is_active(c_.rank);
-      if (fresh) out[static_cast<int64_t>(__popc(targets & before)) * a_.tokens_per_rank] = sent ? rank : -1;
-      if (k >= __popc(targets) && k < max_targets) out[static_cast<int64_t>(k) * a_.tokens_per_rank] = -1;
-    }
+    const bool sent = found.fresh && fence_.is_active(found.rank) && fence_.is_active(c_.rank);
+    write_routing(a_, c_.ep_size, own, fence_.round(), source, t, k, found, sent);
     const int64_t out = static_cast<int64_t>(row) * a_.top_k + k;
     if (k < a_.top_k) a_.out_topk_ids[out] = slot < 0 ? a_.invalid_expert_id : id;
     if (weights_are_words()) {
@@ -304,6 +273,7 @@ class DispatchBlock {
   const ExpertSplit& split_;
   const int32_t group_, groups_, piece_, pieces_;
   const int64_t first_byte_;
+  const bool early_;
   int32_t units_, own_tokens_, step_tokens_;
 };
 
@@ -379,9 +349,11 @@ void dispatch(Communicator& comm, const DispatchArgs& args, void* stream) {
   check_fits(comm, args);
   DeviceEnd& end = *comm.device_end();
   end.raise_failure(comm, OpKind::kDispatch);
+  if (takes_lamport(comm, args)) return lamport_dispatch(comm, args, stream);
   const bool mask = comm.options().enable_rank_mask;
   DispatchParams p{end.comm(comm, args.timeout_sec), args, end.plan(args.tokens_per_rank, args.hidden.bytes),
                    ExpertSplit(args.num_experts, comm.ep_size()), mask};
+  p.early = p.plan.blocks() <= end.early_blocks;
   const int64_t alignment = alignment_of({reinterpret_cast<int64_t>(args.hidden.data), args.hidden.stride,
                                           args.hidden.bytes, reinterpret_cast<int64_t>(args.out_hidden)});
   const int unit = alignment >= 16 ? 16 : alignment >= 4 ? 4 : 1;

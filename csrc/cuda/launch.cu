@@ -41,7 +41,8 @@ int32_t resident_blocks(int32_t device_index) {
   const OnDevice on(device_index);
   int sms = 0, per_sm = kMaxBlocks;
   check_runtime(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device_index), "cudaDeviceGetAttribute");
-  for (const auto& kernels : {dispatch_kernels(), combine_kernels()}) {
+  for (const auto& kernels :
+       {dispatch_kernels(), combine_kernels(), lamport_dispatch_kernels(), lamport_combine_kernels()}) {
     for (const void* kernel : kernels) {
       // Also loads the kernel, so that its first launch may be inside a capture or beside a spinning one.
       int blocks = 0;
@@ -166,6 +167,8 @@ std::string DeviceEnd::failure_text(const Communicator& owner) const {
     case PostMortem::kNothing: return "";
     case PostMortem::kDisagree: return disagreement_text(owner, kind, round, r.peer, r.field, r.mine, r.theirs);
     case PostMortem::kNoFlag: return timeout_text(owner, kind, round, r.peer, "flag", r.timeout_sec);
+    case PostMortem::kNoHeader: return timeout_text(owner, kind, round, r.peer, "header", r.timeout_sec);
+    case PostMortem::kNoRows: return timeout_text(owner, kind, round, r.peer, "rows", r.timeout_sec);
     default:
       return timeout_text(owner, kind, round, r.peer, std::string("completion of its earlier ") + op_name(kind),
                           r.timeout_sec);

@@ -27,6 +27,8 @@ void launch(const void* kernel, int blocks, int threads, void* params, bool pdl,
 // Every kernel by room: those whose blocks wait for peers, and those of a rank without peers.
 std::vector<const void*> dispatch_kernels();
 std::vector<const void*> combine_kernels();
+std::vector<const void*> lamport_dispatch_kernels();
+std::vector<const void*> lamport_combine_kernels();
 std::vector<const void*> dispatch_alone_kernels();
 std::vector<const void*> combine_alone_kernels();
 

@@ -27,7 +27,7 @@ struct DeviceState {
 // Written by a kernel into host memory when a wait outlives its deadline (then it traps) or ranks disagree (then it
 // goes on). Host-mapped memory that does not belong to the CUDA context, so it can be read after the trap.
 struct PostMortem {
-  enum What : int32_t { kNothing = 0, kNoFlag, kNoDone, kDisagree };
+  enum What : int32_t { kNothing = 0, kNoFlag, kNoDone, kNoHeader, kNoRows, kDisagree };
   int32_t what;
   int32_t op;
   int64_t round;
@@ -85,6 +85,9 @@ class DeviceEnd {
   std::string failure_text(const Communicator& owner) const;
 
   int32_t max_blocks = 1;  // agreed by all ranks
+  // A kernel of up to so many blocks may let the next one's be launched while peers still run this round: all, where no
+  // other rank needs room on this device.
+  int32_t early_blocks = 0;
   bool pdl = false;
   Plan forced;             // benchmarks only: used when forced.piece_bytes is not 0
 
@@ -104,5 +107,11 @@ int32_t resident_blocks(int32_t device_index);
 
 void dispatch(Communicator& comm, const DispatchArgs& args, void* stream);
 void combine(Communicator& comm, const CombineArgs& args, void* stream);
+
+// Whether a step goes through the Lamport transport; the same on all ranks that agree about the step.
+bool takes_lamport(const Communicator& comm, const DispatchArgs& args);
+bool takes_lamport(const Communicator& comm, const CombineArgs& args);
+void lamport_dispatch(Communicator& comm, const DispatchArgs& args, void* stream);
+void lamport_combine(Communicator& comm, const CombineArgs& args, void* stream);
 
 }  // namespace moe_ep::cuda

@@ -6,14 +6,6 @@
 // So there is no barrier across the grid, neither before a flag nor after. A block other than the first piece of its
 // group also awaits the flag of that first piece, which put the group's ids.
 //
-// Round number. Graphs replay in any order, so it cannot be a launch argument. One 64-bit counter per rank, the ticket:
-// every block reads it when it begins, and adds its share when it ends: block 0 kTicket - (blocks - 1), every other
-// block 1, so that a launch adds kTicket in all, whatever its grid. A block that begins finds ticket / kTicket = rounds
-// completed, however many blocks have ended already, for the sum of a launch reaches kTicket only after this block has
-// added its own share. Example, kTicket = 65536, 3 blocks, 2 rounds completed: the ticket is 131072. Block 1 ends
-// first: 131073; block 0: 196607; block 2 begins only now, finds 196607 / 65536 = 2 and runs round 3 like the others;
-// it ends: 196608 = 3 * 65536.
-//
 // Reuse. A kernel of round n+1 starts after the whole kernel of round n on its rank has ended, and ends only after
 // every block saw a flag of every peer. So a flag of round n+1 from any block of peer p says that p has completed
 // round n in all its blocks, whatever the two grids were; that is what csrc/transport/fence.h builds on. Whether the
@@ -26,77 +18,52 @@
 // flag with ld.acquire.sys; the barrier after it orders every thread's later loads.
 #pragma once
 
-#include "csrc/cuda/device.cuh"
-#include "csrc/cuda/launch.h"
+#include "csrc/transport/round.cuh"
 
 namespace moe_ep::cuda {
-
-constexpr unsigned long long kTicket = 1ull << 16;
-
-__device__ __forceinline__ void hold_up(int64_t cycles) {
-  if (cycles <= 0) return;
-  const long long start = clock64();
-  while (clock64() - start < cycles) __nanosleep(200);
-}
-
-// Nobody waits for the sum.
-__device__ __forceinline__ void add_ticket(const DeviceComm& comm) {
-  atomicAdd(&comm.state->ticket, blockIdx.x == 0 ? kTicket - (gridDim.x - 1) : 1ull);
-}
 
 struct FenceShared {
   uint64_t round;
   int32_t same_kind;  // the round before was of this kind
-  uint64_t active[kMaskWords];
-  char* windows[kMaxRanks];  // base addresses
+  RoundShared of_round;
   int32_t tokens[kMaxRanks];  // T of each peer of this round; 0 for a masked or disagreeing one
   StepHeader headers[kMaxRanks];  // block 0: of the peers
   uint64_t flags[kMaxRanks];  // block 0: their flags
 };
 
 template <bool MASK>
-class DeviceFence {
+class DeviceFence : public DeviceRound<MASK> {
+  using Base = DeviceRound<MASK>;
+  using Base::comm_;
+  using Base::kind_;
+
  public:
-  // Touches only what no kernel writes, so it may run before the predecessor has ended.
+  using Base::is_active;
+  using Base::is_peer;
+  using Base::own;
+  using Base::window;
+
   __device__ DeviceFence(const DeviceComm& comm, OpKind kind, FenceShared& shared)
-      : comm_(comm), kind_(kind), shared_(shared) {
-    for (int32_t p = static_cast<int32_t>(threadIdx.x); p < comm.ep_size; p += static_cast<int32_t>(blockDim.x)) {
-      shared.windows[p] = comm.windows[p];
-    }
-  }
+      : Base(comm, kind, shared.of_round), shared_(shared) {}
 
   // After the predecessor has ended.
   __device__ void begin(const RankMask& mask) {
-    if (MASK && threadIdx.x < kMaskWords) {
-      shared_.active[threadIdx.x] = mask.given ? mask.words[threadIdx.x] : comm_.state->active[threadIdx.x];
-    }
+    Base::load_mask(mask);
     if (threadIdx.x == 0) {
       const uint32_t kinds = *reinterpret_cast<volatile uint32_t*>(comm_.state->kinds);
-      const uint64_t before = *reinterpret_cast<volatile unsigned long long*>(&comm_.state->ticket) / kTicket;
+      const uint64_t before = rounds_completed(comm_);
       shared_.round = before + 1;
       shared_.same_kind = (kinds >> 8 * (before & 3) & 0xFF) == static_cast<uint32_t>(kind_);
-      if (blockIdx.x == 0) {
-        *const_cast<volatile unsigned char*>(&comm_.state->kinds[shared_.round & 3]) =
-            static_cast<unsigned char>(kind_);
-      }
+      if (blockIdx.x == 0) note_kind(comm_, shared_.round, static_cast<uint32_t>(kind_));
     }
   }
 
-  // The last thing a block does.
-  __device__ void end() {
-    if (threadIdx.x == 0) add_ticket(comm_);
-  }
-
-  // All of these are valid after the first barrier that follows begin().
+  // Valid after the first barrier that follows begin().
   __device__ uint64_t round() const { return shared_.round; }
-  __device__ bool is_active(int32_t rank) const { return !MASK || (shared_.active[rank / 64] >> (rank % 64) & 1) != 0; }
-  __device__ bool is_peer(int32_t rank) const { return rank != comm_.rank && is_active(rank) && is_active(comm_.rank); }
-  __device__ Window window(int32_t rank) const { return Window{shared_.windows[rank]}; }
-  __device__ Window own() const { return Window{comm_.own_window}; }  // valid at once
 
   // Steps 1 and 2. Every thread of the block calls it, after a barrier.
   __device__ void await_reuse() {
-    hold_up(comm_.delay_cycles[static_cast<int>(DelayPoint::kBeforePut)]);
+    Base::delay(DelayPoint::kBeforePut);
     if (!MASK && !shared_.same_kind) return;
     if (blockIdx.x == 0) {
       for (int32_t p = static_cast<int32_t>(threadIdx.x); p < comm_.ep_size; p += static_cast<int32_t>(blockDim.x)) {
@@ -111,7 +78,8 @@ class DeviceFence {
       for (int32_t p = static_cast<int32_t>(threadIdx.x); p < comm_.ep_size; p += static_cast<int32_t>(blockDim.x)) {
         if (!is_peer(p)) continue;
         const uint64_t* word = own().done(comm_.offsets, p);
-        poll(p, PostMortem::kNoDone, [&] { return load_acquire_sys(word) >= last; });
+        Base::poll(
+            round(), p, PostMortem::kNoDone, [&] { return load_acquire_sys(word) >= last; }, [] { return false; });
       }
     }
     __syncthreads();
@@ -133,7 +101,7 @@ class DeviceFence {
 
   // Step 4. Holds the barrier after which this block's stores may be released.
   __device__ void signal(int32_t num_tokens) {
-    hold_up(comm_.delay_cycles[static_cast<int>(DelayPoint::kBeforeFlag)]);
+    Base::delay(DelayPoint::kBeforeFlag);
     __syncthreads();
     if (threadIdx.x >= 32) return;
     fence_sys();
@@ -169,7 +137,7 @@ class DeviceFence {
       }
     }
     __syncthreads();
-    hold_up(comm_.delay_cycles[static_cast<int>(DelayPoint::kAfterFlags)]);
+    Base::delay(DelayPoint::kAfterFlags);
   }
 
   // After step 5 and off its critical path, by block 0 alone: compares what the ranks said. The threads that polled the
@@ -179,7 +147,9 @@ class DeviceFence {
     await_async_copies();
     for (int32_t p = static_cast<int32_t>(threadIdx.x); p < comm_.ep_size; p += static_cast<int32_t>(blockDim.x)) {
       // A flag of 0: the wait was given up because of a disagreement, which is on record.
-      if (is_peer(p) && shared_.flags[p] != 0) disagrees(p, shared_.flags[p], mine, shared_.headers[p]);
+      if (is_peer(p) && shared_.flags[p] != 0) {
+        Base::disagrees(round(), p, flag_kind(shared_.flags[p]), mine, shared_.headers[p]);
+      }
     }
   }
 
@@ -188,76 +158,16 @@ class DeviceFence {
   __device__ uint64_t await_flag(int32_t p, int32_t block, const StepHeader& mine) {
     const uint64_t* word = own().flag(comm_.offsets, comm_.shape, round(), p, block);
     uint64_t flag = 0;
-    poll(
-        p, PostMortem::kNoFlag,
+    const bool came = Base::poll(
+        round(), p, PostMortem::kNoFlag,
         [&] {
           flag = load_acquire_sys(word);
           return flag_round(flag) >= round();
         },
-        [&] {
-          // Long wait: has the peer's block 0 told of a step with another grid?
-          const uint64_t first = load_acquire_sys(own().flag(comm_.offsets, comm_.shape, round(), p, 0));
-          if (flag_round(first) < round()) return false;
-          if (!disagrees(p, first, mine, *own().header(comm_.offsets, comm_.shape, round(), p))) return false;
-          flag = 0;
-          return true;
-        });
-    return flag;
+        [&] { return Base::tells_another_step(round(), p, mine); });
+    return came ? flag : 0;
   }
 
-  template <class Ready>
-  __device__ void poll(int32_t peer, PostMortem::What what, const Ready& ready) {
-    poll(peer, what, ready, [] { return false; });
-  }
-  template <class Ready, class GiveUp>
-  __device__ void poll(int32_t peer, PostMortem::What what, const Ready& ready, const GiveUp& give_up) {
-    if (ready()) return;
-    const long long start = clock64();
-    for (uint32_t i = 1;; ++i) {
-      if (ready()) return;
-      if (i % 4096 == 0 && give_up()) return;
-      if (clock64() - start > comm_.timeout_cycles) {
-        if (ready()) return;
-        record(peer, what, 0, 0, 0);
-        __trap();
-      }
-    }
-  }
-
-  __device__ bool disagrees(int32_t p, uint64_t flag, const StepHeader& mine, const StepHeader& theirs) {
-    if (flag_kind(flag) != static_cast<int32_t>(kind_)) {
-      record(p, PostMortem::kDisagree, -1, static_cast<int64_t>(kind_), flag_kind(flag));
-      return true;
-    }
-    for (int32_t field = 0; field < kHeaderFields; ++field) {
-      const int64_t here = header_field(mine, field), there = header_field(theirs, field);
-      if (here == there) continue;
-      record(p, PostMortem::kDisagree, field, here, there);
-      return true;
-    }
-    return false;
-  }
-
-  __device__ void record(int32_t peer, PostMortem::What what, int32_t field, int64_t mine, int64_t theirs) {
-    if (atomicCAS(&comm_.state->failed, 0u, 1u) != 0u) {
-      if (what != PostMortem::kDisagree) __nanosleep(1000000);  // let the first one finish before this one traps
-      return;
-    }
-    volatile PostMortem* out = comm_.post_mortem;
-    out->op = static_cast<int32_t>(kind_);
-    out->round = static_cast<int64_t>(round());
-    out->peer = peer;
-    out->field = field;
-    out->mine = mine;
-    out->theirs = theirs;
-    out->timeout_sec = comm_.timeout_sec;
-    fence_sys();
-    out->what = what;
-    fence_sys();
-  }
-
-  const DeviceComm& comm_;
-  const OpKind kind_;
   FenceShared& shared_;
 };
 

@@ -1,0 +1,154 @@
+// The Lamport transport on a GPU; csrc/transport/lamport.h is the protocol and its argument.
+//
+// A warp is the unit of work: it puts or takes one piece of a row by itself, so no warp waits for another one before
+// the block ends. Block 0 has the headers alone where there are other blocks. All blocks of all ranks of a device must
+// be resident, as with the fence.
+//
+// Order. The stores of a round are relaxed and may arrive in any order; each vector speaks for itself. That a set is
+// free again is known across a kernel boundary: what a kernel has loaded and stored is performed when it has completed,
+// and the next one begins (griddepcontrol.wait) after that.
+#pragma once
+
+#include "csrc/transport/round.cuh"
+
+namespace moe_ep::cuda {
+
+struct LamportShared {
+  RoundShared of_round;
+};
+
+template <bool MASK>
+class DeviceLamport : public DeviceRound<MASK> {
+  using Base = DeviceRound<MASK>;
+  using Base::comm_;
+  using Base::kind_;
+
+ public:
+  using Base::is_active;
+  using Base::is_peer;
+  using Base::own;
+  using Base::window;
+
+  __device__ DeviceLamport(const DeviceComm& comm, OpKind kind, LamportShared& shared)
+      : Base(comm, kind, shared.of_round) {}
+
+  // After the predecessor has ended. Holds a barrier; the number of the round is on its way beside whatever is loaded
+  // next.
+  __device__ void begin(const RankMask& mask) {
+    Base::load_mask(mask);
+    __syncthreads();
+    round_ = rounds_completed(comm_) + 1;
+  }
+  __device__ uint64_t round() const { return round_; }
+  __device__ uint32_t tag() const { return lamport_tag(round_); }
+
+  // Before anything is put: a peer that may have been masked has completed round n - 2.
+  __device__ void await_reuse() {
+    Base::delay(DelayPoint::kBeforePut);
+    if (!MASK) return;
+    for (int32_t p = static_cast<int32_t>(threadIdx.x); p < comm_.ep_size; p += static_cast<int32_t>(blockDim.x)) {
+      if (!is_peer(p)) continue;
+      if (blockIdx.x == 0) {
+        fence_sys();
+        store_relaxed_sys(window(p).done(comm_.offsets, comm_.rank), round_ - 1);
+      }
+      if (round_ <= 2) continue;
+      const uint64_t* word = own().done(comm_.offsets, p);
+      Base::poll(
+          round_, p, PostMortem::kNoDone, [&] { return load_acquire_sys(word) >= round_ - 2; }, [] { return false; });
+    }
+    __syncthreads();
+  }
+
+  // Step 1, by block 0: a thread per peer.
+  __device__ void put_header(const StepHeader& header) {
+    if (threadIdx.x == 0) note_kind(comm_, round_, kLamportRound);
+    Base::delay(DelayPoint::kBeforeFlag);
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(&header);
+    for (int32_t p = static_cast<int32_t>(threadIdx.x); p < comm_.ep_size; p += static_cast<int32_t>(blockDim.x)) {
+      if (!is_peer(p)) continue;
+      LamportVector* to = window(p).lamport_header(comm_.offsets, comm_.shape, round_, comm_.rank);
+#pragma unroll
+      for (int i = 0; i < kLamportHeaderVectors; ++i) {
+        uint32_t w[kLamportWords];
+#pragma unroll
+        for (int j = 0; j < kLamportWords; ++j) {
+          const int at = kLamportWords * i + j;
+          w[j] = at < kHeaderWords ? words[at < kHeaderWords ? at : 0] : static_cast<uint32_t>(kind_);
+        }
+        store_vector(to + i, w[0], w[1], w[2], tag());
+      }
+    }
+  }
+
+  // The end of step 1, by block 0: the headers of all peers, compared.
+  __device__ void check_headers(const StepHeader& mine) {
+    for (int32_t p = static_cast<int32_t>(threadIdx.x); p < comm_.ep_size; p += static_cast<int32_t>(blockDim.x)) {
+      if (!is_peer(p)) continue;
+      StepHeader theirs;
+      int32_t kind;
+      const bool came = Base::poll(
+          round_, p, PostMortem::kNoHeader, [&] { return Base::load_lamport_header(round_, p, theirs, kind); },
+          [&] { return Base::tells_another_step(round_, p, mine); });
+      if (came) Base::disagrees(round_, p, kind, mine, theirs);
+    }
+  }
+
+  // Step 3: the N vectors at `from` of peer p that `wanted` has bits for, all loaded before any is looked at again.
+  // `vectors` may hold loads of them made before. False: they will not come, which is on record.
+  template <int N>
+  __device__ bool await(int32_t p, LamportVector (&vectors)[N], const LamportVector* const (&from)[N], unsigned wanted,
+                        const StepHeader& mine) {
+    return Base::poll(
+        round_, p, PostMortem::kNoRows,
+        [&] {
+          unsigned missing = 0;
+#pragma unroll
+          for (int i = 0; i < N; ++i) missing |= (wanted >> i & 1 && vectors[i].tag != tag() ? 1u : 0u) << i;
+          if (missing == 0) return true;
+#pragma unroll
+          for (int i = 0; i < N; ++i) {
+            if (missing >> i & 1) vectors[i] = load_vector(from[i]);
+          }
+#pragma unroll
+          for (int i = 0; i < N; ++i) {
+            if (missing >> i & 1 && vectors[i].tag == tag()) missing &= ~(1u << i);
+          }
+          return missing == 0;
+        },
+        [&] { return Base::tells_another_step(round_, p, mine); });
+  }
+
+  // The round: puts(warp, warps) and takes(warp, warps) are called by every warp that has a share of them, all of which
+  // it does. `early`: the next kernel's blocks may be launched once this rank has put everything.
+  template <class Puts, class Takes>
+  __device__ void run(const StepHeader& header, bool early, const Puts& puts, const Takes& takes) {
+    await_reuse();
+    const int32_t header_blocks = gridDim.x > 1 ? 1 : 0;
+    const int32_t working = static_cast<int32_t>(gridDim.x) - header_blocks;
+    const int32_t warps = static_cast<int32_t>(blockDim.x / 32) * working;
+    // The warps of one block take work far apart, so that a small step uses every SM.
+    const int32_t warp =
+        static_cast<int32_t>(threadIdx.x / 32) * working + static_cast<int32_t>(blockIdx.x) - header_blocks;
+    const bool works = static_cast<int32_t>(blockIdx.x) >= header_blocks;
+    if (blockIdx.x == 0) put_header(header);
+    if (works) puts(warp, warps);
+    // One thread's call speaks for its block, hence the barriers.
+    if (early) {
+      __syncthreads();
+      launch_dependents();
+    }
+    Base::delay(DelayPoint::kAfterFlags);
+    if (works) takes(warp, warps);
+    if (blockIdx.x == 0) check_headers(header);
+    __syncthreads();
+    // Not before every peer was heard: its kernel may need the room that the next kernel's blocks take.
+    if (!early) launch_dependents();
+    Base::end();
+  }
+
+ private:
+  uint64_t round_ = 0;
+};
+
+}  // namespace moe_ep::cuda
