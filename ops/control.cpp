@@ -114,7 +114,7 @@ PYBIND11_MODULE(_C, m) {
       [](const std::string& name, int32_t rank, int32_t ep_size, const std::string& device, int32_t device_index,
          const std::string& memory, bool enable_rank_mask, bool pdl, int32_t max_tokens, int32_t max_top_k,
          int32_t eplb_experts, int32_t weight_itemsize, int64_t dispatch_row_bytes, int64_t combine_row_bytes,
-         const std::string& wire, int32_t lamport_tokens) {
+         const std::string& wire, int32_t lamport_max_tokens) {
         CommunicatorOptions options;
         options.name = name;
         options.rank = rank;
@@ -132,13 +132,13 @@ PYBIND11_MODULE(_C, m) {
         shape.dispatch_row_bytes = dispatch_row_bytes;
         shape.combine_row_bytes = combine_row_bytes;
         shape.wire = combine_wire(wire);
-        shape.lamport_tokens = lamport_tokens;
+        shape.lamport_tokens = lamport_max_tokens;
         return py::bytes(moe_ep::open(options)->memory().handle());
       },
       py::kw_only(), py::arg("name"), py::arg("rank"), py::arg("ep_size"), py::arg("device"), py::arg("device_index"),
       py::arg("memory") = "shm", py::arg("enable_rank_mask"), py::arg("pdl") = false, py::arg("max_tokens"),
       py::arg("max_top_k"), py::arg("eplb_experts"), py::arg("weight_itemsize"), py::arg("dispatch_row_bytes"),
-      py::arg("combine_row_bytes"), py::arg("wire") = "rows", py::arg("lamport_tokens") = 0,
+      py::arg("combine_row_bytes"), py::arg("wire") = "rows", py::arg("lamport_max_tokens") = 0,
       "Allocates this rank's window under `name`; returns the handle its peers connect to.");
   m.def("fp8_row_bytes", &fp8_row_bytes, py::arg("hidden_size"), "Bytes of a partial that travels as FP8.");
   m.def(

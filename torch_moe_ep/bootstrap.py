@@ -279,7 +279,7 @@ def open_window(
                 dispatch_row_bytes=spec.dispatch_row_bytes,
                 combine_row_bytes=spec.combine_row_bytes,
                 wire=spec.wire,
-                lamport_tokens=spec.lamport_max_tokens,
+                lamport_max_tokens=spec.lamport_max_tokens,
             )
             return handle, *_device_share(device, spec.num_sms)
 
