@@ -5,11 +5,12 @@ rank sends R rows to every rank, so shapes depend on integers alone; a slot whos
 travels all the same, and only its ids say so. Own rows go the same way: the collective copies them on the spot, and the
 code stays the same on every rank. Legend (T, K, H, E, W, R) as in the README.
 
-A message to one rank, in bytes: R records, then the n EPLB statistics (int32). A record is, without padding,
+A message to one rank, in bytes: R records, then the n EPLB statistics (int32). A record is
 
     hidden row | scale row, if any | K weights, if any | K ids (int32)
 
-so that a dispatch is a single collective: on small steps a second one costs more than copying the fields out.
+with every field padded to 16 bytes, so that it can be seen as its own dtype. In this way a dispatch is a single
+collective: on small steps a second one costs more than copying the fields out.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+
+from torch_moe_ep.payload import ceil_div
 
 _ops = torch.ops._c10d_functional
 _COMBINED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -73,9 +76,12 @@ def dispatch(
     _refuse_mask("dispatch", active_rank_mask)
     w, r, k, tokens = ep_size, tokens_per_rank, topk_ids.shape[1], topk_ids.shape[0]
     fields = [tensor for tensor in (hidden_states, hidden_states_scale, topk_weights) if tensor is not None]
-    payload = [_as_bytes(tensor) for tensor in fields]
-    widths = [tensor.shape[1] for tensor in payload]
-    record = sum(widths) + 4 * k
+    fields = [tensor.flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(1) for tensor in fields]
+    widths = [tensor.shape[1] * tensor.element_size() for tensor in fields]
+    begins = [0]
+    for row_bytes in (*widths, 4 * k):
+        begins.append(begins[-1] + ceil_div(row_bytes, 16) * 16)
+    record = begins[-1]
     n = 0 if eplb_local_stats is None else eplb_local_stats.shape[0]
     device = hidden_states.device
     if through.check_steps:
@@ -90,32 +96,32 @@ def dispatch(
     valid = (topk_ids >= 0) & (topk_ids < num_experts)
     owner = torch.where(valid, _owner(torch.where(valid, topk_ids, 0), num_experts, w), -1).int()  # [T, K]
     meant = (owner == torch.arange(w, device=device).view(w, 1, 1)).any(2)  # [W, T]: goes to that rank
-    ids = torch.full((w, r, k), invalid_expert_id, dtype=torch.int32, device=device)
-    ids[:, :tokens] = torch.where(valid & meant.unsqueeze(2), topk_ids, invalid_expert_id).int()
 
-    message = torch.empty(w, r * record + 4 * n, dtype=torch.uint8, device=device)
+    message = torch.empty(w, r * record + ceil_div(4 * n, 16) * 16, dtype=torch.uint8, device=device)
     records = message[:, : r * record].view(w, r, record)
-    begin = 0
-    for rows, row_bytes in zip(payload, widths, strict=True):
-        records[:, :tokens, begin : begin + row_bytes] = rows
-        begin += row_bytes
-    records[:, :, begin:] = ids.view(torch.uint8)
+    for tensor, begin, row_bytes in zip(fields, begins, widths, strict=False):
+        records[:, :, begin : begin + row_bytes].view(tensor.dtype)[:, :tokens] = tensor
+    ids = records[:, :, begins[-2] : begins[-2] + 4 * k].view(torch.int32)
+    ids[:, :tokens] = torch.where(valid & meant.unsqueeze(2), topk_ids, invalid_expert_id).int()
+    ids[:, tokens:] = invalid_expert_id
     if eplb_local_stats is not None:
-        message[:, r * record :] = eplb_local_stats.contiguous().view(torch.uint8)
+        message[:, r * record : r * record + 4 * n].view(torch.int32)[:] = eplb_local_stats
 
     received = _all_to_all(through, message)
     records = received[:, : r * record].view(w, r, record)
-    columns, begin = [], 0
-    for tensor, row_bytes in zip(fields, widths, strict=True):
-        columns.append(_as_rows(records[:, :, begin : begin + row_bytes], tensor.dtype, [w * r, *tensor.shape[1:]]))
-        begin += row_bytes
-    ids = _as_rows(records[:, :, begin:], torch.int32, [w * r, k])
-    absent = hidden_states.new_empty(0)
-    weights = absent if topk_weights is None else columns.pop()
-    scale = absent if hidden_states_scale is None else columns.pop()
+    columns = [
+        _fresh(records[:, :, begin : begin + row_bytes].view(tensor.dtype), [w * r, *tensor.shape[1:]])
+        for tensor, begin, row_bytes in zip(fields, begins, widths, strict=False)
+    ]
+    ids = _fresh(records[:, :, begins[-2] : begins[-2] + 4 * k].view(torch.int32), [w * r, k])
+    hidden = columns[0].view(w * r, *hidden_states.shape[1:])
+    weights = hidden_states.new_empty(0) if topk_weights is None else columns.pop()
+    scale = hidden_states.new_empty(0)
+    if hidden_states_scale is not None:
+        scale = columns.pop().view(w * r, *hidden_states_scale.shape[1:])
     stats = hidden_states.new_empty(0, dtype=torch.int32)
     if eplb_local_stats is not None:
-        stats = _as_rows(received[:, r * record :], torch.int32, [w, n])
+        stats = _fresh(received[:, r * record : r * record + 4 * n].view(torch.int32), [w, n])
 
     holds_token = (ids != invalid_expert_id).any(1).view(w, r)
     m = min(k, w)
@@ -123,7 +129,7 @@ def dispatch(
     routing[0] = 0
     routing[1 : 1 + w] = holds_token.int() - 1
     routing[1 + w :, :tokens] = _targets(owner, m)
-    return columns[0], ids, weights, scale, stats, routing
+    return hidden, ids, weights, scale, stats, routing
 
 
 def combine(
@@ -187,20 +193,16 @@ def _all_to_all(through: Collective, message: torch.Tensor) -> torch.Tensor:
     return _ops.wait_tensor(_ops.all_to_all_single(message, [1] * w, [1] * w, through.process_group))
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """``[T, *]`` of any dtype and strides as ``[T, bytes of a row]``."""
-    rows = tensor.flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(1)
-    return rows.contiguous().view(torch.uint8)
-
-
-def _as_rows(columns: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """A fresh tensor from some columns of the records: a view of them would keep all of a message alive."""
-    return columns.clone(memory_format=torch.contiguous_format).flatten().view(dtype).view(shape)
+def _fresh(columns: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A field of the records in memory of its own: a view would be strided, and keep all of a message alive."""
+    rows = torch.empty(shape, dtype=columns.dtype, device=columns.device)
+    rows.view(columns.shape).copy_(columns)
+    return rows
 
 
 def _owner(expert: torch.Tensor, num_experts: int, ep_size: int) -> torch.Tensor:
     """The rank of each expert id; blocks as in :meth:`MoEEpCommParams.local_experts`."""
-    per_rank, wide = divmod(num_experts, ep_size)
+    per_rank, wide = num_experts // ep_size, num_experts % ep_size  # divmod takes no symbols
     in_wide = expert < wide * (per_rank + 1)
     later = wide + (expert - wide * (per_rank + 1)) // max(per_rank, 1)
     return torch.where(in_wide, expert // (per_rank + 1), later)
