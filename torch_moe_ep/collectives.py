@@ -9,18 +9,20 @@ A message to one rank, in bytes: R records, then the n EPLB statistics (int32). 
 
     hidden row | scale row, if any | K weights, if any | K ids (int32)
 
-with every field padded to 16 bytes, so that it can be seen as its own dtype. In this way a dispatch is a single
-collective: on small steps a second one costs more than copying the fields out.
+without padding. In this way a dispatch is a single collective: on small steps a second one costs more than copying the
+fields out. Everything is put together by `cat`, which a compiler fuses; it would write slices one after the other.
+
+Traced with symbols for sizes, T and R stay symbols. What a model does not change (W, K, E, widths of rows) becomes a
+number by `index`: a compiler's algebra on products of all of them takes minutes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
-
-from torch_moe_ep.payload import ceil_div
 
 _ops = torch.ops._c10d_functional
 _COMBINED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -74,15 +76,13 @@ def dispatch(
     _check_dispatch(hidden_states, topk_ids, topk_weights, hidden_states_scale, eplb_local_stats, tokens_per_rank,
                     num_experts, invalid_expert_id)
     _refuse_mask("dispatch", active_rank_mask)
-    w, r, k, tokens = ep_size, tokens_per_rank, topk_ids.shape[1], topk_ids.shape[0]
+    w, r, k, tokens = index(ep_size), tokens_per_rank, index(topk_ids.shape[1]), topk_ids.shape[0]
+    num_experts, invalid_expert_id = index(num_experts), index(invalid_expert_id)
     fields = [tensor for tensor in (hidden_states, hidden_states_scale, topk_weights) if tensor is not None]
     fields = [tensor.flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(1) for tensor in fields]
-    widths = [tensor.shape[1] * tensor.element_size() for tensor in fields]
-    begins = [0]
-    for row_bytes in (*widths, 4 * k):
-        begins.append(begins[-1] + ceil_div(row_bytes, 16) * 16)
-    record = begins[-1]
-    n = 0 if eplb_local_stats is None else eplb_local_stats.shape[0]
+    widths = [index(tensor.shape[1]) * tensor.element_size() for tensor in fields]
+    record = sum(widths) + 4 * k
+    n = 0 if eplb_local_stats is None else index(eplb_local_stats.shape[0])
     device = hidden_states.device
     if through.check_steps:
         width = dict.fromkeys(("scale", "weights"), 0)
@@ -97,23 +97,23 @@ def dispatch(
     owner = torch.where(valid, _owner(torch.where(valid, topk_ids, 0), num_experts, w), -1).int()  # [T, K]
     meant = (owner == torch.arange(w, device=device).view(w, 1, 1)).any(2)  # [W, T]: goes to that rank
 
-    message = torch.empty(w, r * record + ceil_div(4 * n, 16) * 16, dtype=torch.uint8, device=device)
-    records = message[:, : r * record].view(w, r, record)
-    for tensor, begin, row_bytes in zip(fields, begins, widths, strict=False):
-        records[:, :, begin : begin + row_bytes].view(tensor.dtype)[:, :tokens] = tensor
-    ids = records[:, :, begins[-2] : begins[-2] + 4 * k].view(torch.int32)
-    ids[:, :tokens] = torch.where(valid & meant.unsqueeze(2), topk_ids, invalid_expert_id).int()
-    ids[:, tokens:] = invalid_expert_id
+    ids = torch.where(valid & meant.unsqueeze(2), topk_ids, invalid_expert_id).int()  # [W, T, K]
+    unused = torch.full((w, r - tokens, k), invalid_expert_id, dtype=torch.int32, device=device)
+    payload = [torch.cat([rows, rows.new_empty(r - tokens, rows.shape[1])]) for rows in fields]
+    message = torch.cat(
+        [*(rows.view(torch.uint8).expand(w, -1, -1) for rows in payload),
+         torch.cat([ids, unused], 1).view(torch.uint8)], 2,
+    ).view(w, r * record)
     if eplb_local_stats is not None:
-        message[:, r * record : r * record + 4 * n].view(torch.int32)[:] = eplb_local_stats
+        message = torch.cat([message, eplb_local_stats.clone().view(torch.uint8).expand(w, -1)], 1)
 
     received = _all_to_all(through, message)
     records = received[:, : r * record].view(w, r, record)
-    columns = [
-        _fresh(records[:, :, begin : begin + row_bytes].view(tensor.dtype), [w * r, *tensor.shape[1:]])
-        for tensor, begin, row_bytes in zip(fields, begins, widths, strict=False)
-    ]
-    ids = _fresh(records[:, :, begins[-2] : begins[-2] + 4 * k].view(torch.int32), [w * r, k])
+    columns, begin = [], 0
+    for rows, row_bytes in zip(fields, widths, strict=True):
+        columns.append(_fresh(records[:, :, begin : begin + row_bytes], rows.dtype, [w * r, rows.shape[1]]))
+        begin += row_bytes
+    ids = _fresh(records[:, :, begin:], torch.int32, [w * r, k])
     hidden = columns[0].view(w * r, *hidden_states.shape[1:])
     weights = hidden_states.new_empty(0) if topk_weights is None else columns.pop()
     scale = hidden_states.new_empty(0)
@@ -121,14 +121,15 @@ def dispatch(
         scale = columns.pop().view(w * r, *hidden_states_scale.shape[1:])
     stats = hidden_states.new_empty(0, dtype=torch.int32)
     if eplb_local_stats is not None:
-        stats = _fresh(received[:, r * record : r * record + 4 * n].view(torch.int32), [w, n])
+        stats = _fresh(received[:, r * record :], torch.int32, [w, n])
 
     holds_token = (ids != invalid_expert_id).any(1).view(w, r)
-    m = min(k, w)
-    routing = torch.full((1 + w + m, r), -1, dtype=torch.int32, device=device)
-    routing[0] = 0
-    routing[1 : 1 + w] = holds_token.int() - 1
-    routing[1 + w :, :tokens] = _targets(owner, m)
+    targets = _targets(owner, min(k, w))
+    routing = torch.cat([
+        torch.zeros(1, r, dtype=torch.int32, device=device),
+        holds_token.int() - 1,
+        torch.cat([targets, targets.new_full((targets.shape[0], r - tokens), -1)], 1),
+    ])
     return hidden, ids, weights, scale, stats, routing
 
 
@@ -144,10 +145,11 @@ def combine(
     """Takes and returns what ``torch.ops.moe_ep.combine`` does; the bits are those of the one-sided backends."""
     _check_combine(expert_output, routing, num_tokens, ep_size)
     _refuse_mask("combine", active_rank_mask)
-    w, r, h = ep_size, routing.shape[1], expert_output.shape[1]
+    w, r, h = index(ep_size), routing.shape[1], index(expert_output.shape[1])
+    m = index(routing.shape[0]) - 1 - w
     if through.check_steps:
         kind = _COMBINED.index(expert_output.dtype)
-        _check_step(through, "combine", w, expert_output.device, [r, h, kind, routing.shape[0] - 1 - w, 0, 0, 0, 0])
+        _check_step(through, "combine", w, expert_output.device, [r, h, kind, m, 0, 0, 0, 0])
     landed = _all_to_all(through, expert_output.contiguous().view(w, r * h)).view(w * r, h)
     targets = routing[1 + w :, :num_tokens]  # [M, T]
     used = (targets >= 0).unsqueeze(2)
@@ -155,7 +157,7 @@ def combine(
     wide = torch.promote_types(expert_output.dtype, torch.float32)
     # The first partial is taken as it is: 0 + -0.0 would be 0. Later ones are added where there are any.
     total = torch.where(used[0], landed.index_select(0, slots[0]).to(wide), 0)
-    for j in range(1, routing.shape[0] - 1 - w):
+    for j in range(1, m):
         total = torch.where(used[j], total + landed.index_select(0, slots[j]).to(wide), total)
     return total.to(expert_output.dtype)
 
@@ -193,16 +195,14 @@ def _all_to_all(through: Collective, message: torch.Tensor) -> torch.Tensor:
     return _ops.wait_tensor(_ops.all_to_all_single(message, [1] * w, [1] * w, through.process_group))
 
 
-def _fresh(columns: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A field of the records in memory of its own: a view would be strided, and keep all of a message alive."""
-    rows = torch.empty(shape, dtype=columns.dtype, device=columns.device)
-    rows.view(columns.shape).copy_(columns)
-    return rows
+def _fresh(columns: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """A field of the records, as bytes, in memory of its own: a view would be strided and keep a message alive."""
+    return columns.clone(memory_format=torch.contiguous_format).flatten().view(dtype).view(shape)
 
 
 def _owner(expert: torch.Tensor, num_experts: int, ep_size: int) -> torch.Tensor:
     """The rank of each expert id; blocks as in :meth:`MoEEpCommParams.local_experts`."""
-    per_rank, wide = num_experts // ep_size, num_experts % ep_size  # divmod takes no symbols
+    per_rank, wide = divmod(num_experts, ep_size)
     in_wide = expert < wide * (per_rank + 1)
     later = wide + (expert - wide * (per_rank + 1)) // max(per_rank, 1)
     return torch.where(in_wide, expert // (per_rank + 1), later)
