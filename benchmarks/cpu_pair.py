@@ -26,7 +26,6 @@ from torch_moe_ep import (
     create_communication,
 )
 
-
 COLLECTIVES = {"torch_distributed": True, "torch_distributed_unchecked": False}  # name: check_steps
 
 
@@ -131,7 +130,11 @@ def report(benchmark: str, a: argparse.Namespace) -> None:
                 tokens=rows[0]["tokens"], repeats=a.repeats,
                 **summary(us), **{f"gloo_{key}": value for key, value in summary(gloo).items()},
                 **summary([g / o for g, o in zip(gloo, us, strict=True)], "ratio"),
-                **{f"{name}_{key}": value for name in COLLECTIVES for key, value in summary(slowest(rows, name)).items()},
+                **{
+                    f"{name}_{key}": value
+                    for name in COLLECTIVES
+                    for key, value in summary(slowest(rows, name)).items()
+                },
                 bytes_to_peers=max(row["bytes"] for row in rows), window_bytes=rows[0]["window_bytes"],
             )
 

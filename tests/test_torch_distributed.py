@@ -60,11 +60,13 @@ def compare_with_one_sided(rank: Rank) -> None:
         rows = torch.where(holds, got.hidden_states * torch.where(holds, got.topk_weights, 0).sum(1, keepdim=True), 0)
         out = torch_moe_ep.combine(group_for(case, group), rows.bfloat16(), got.routing, num_tokens=len(x))
         out.float().square().sum().backward()
-        results.append([out, x.grad, weights.grad, got.topk_ids, got.routing[1:]])
-    for mine, theirs in zip(*results, strict=True):
-        assert torch.equal(mine.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
+        w = rank.world_size
+        results.append([out, x.grad, weights.grad, got.topk_ids, got.routing[1 : 1 + w] >= 0,
+                        got.routing[1 + w :, : len(x)]])
     for group in groups:
         group.destroy()
+    for number, (mine, theirs) in enumerate(zip(*results, strict=True)):
+        assert torch.equal(mine.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8)), number
 
 
 @pytest.mark.parametrize("ep_size", [1, 2, 3])
@@ -329,7 +331,10 @@ def test_what_needs_a_process_group() -> None:
 
 def run_mask(rank: Rank) -> None:
     group = make(rank, BY_NAME["plain"])
-    group.dispatch(X, IDS, active_rank_mask=torch.ones(1, dtype=torch.uint64))  # type: ignore[call-arg]
+    try:
+        group.dispatch(X, IDS, active_rank_mask=torch.ones(1, dtype=torch.uint64))  # type: ignore[call-arg]
+    finally:
+        group.destroy()
 
 
 def test_masks_are_refused(ranks: Callable[[int], RankPool]) -> None:
