@@ -159,6 +159,8 @@ def combine(
     total = torch.where(used[0], landed.index_select(0, slots[0]).to(wide), 0)
     for j in range(1, m):
         total = torch.where(used[j], total + landed.index_select(0, slots[j]).to(wide), total)
+    if wide == expert_output.dtype:  # A conversion that does nothing would give `total` a second name, and traced by
+        return total  # torch 2.11 the gradient goes to one of them and is looked for at the other.
     return total.to(expert_output.dtype)
 
 
