@@ -22,13 +22,14 @@ from torch_moe_ep.communication import (  # noqa: E402
     is_communication_backend,
     register_communication,
 )
-from torch_moe_ep.config import NVLinkOneSidedConfig, ShmOneSidedConfig  # noqa: E402
+from torch_moe_ep.config import NVLinkOneSidedConfig, ShmOneSidedConfig, TorchDistributedConfig  # noqa: E402
 from torch_moe_ep.functional import Dispatched, combine, dispatch  # noqa: E402
 from torch_moe_ep.local_group import create_local_group, run_local_group  # noqa: E402
 from torch_moe_ep.nvlink_one_sided import NVLinkOneSidedAlltoAll  # noqa: E402
 from torch_moe_ep.params import MoEEpCommParams  # noqa: E402
 from torch_moe_ep.payload import QuantFormat  # noqa: E402
 from torch_moe_ep.shm_one_sided import ShmOneSidedAlltoAll  # noqa: E402
+from torch_moe_ep.torch_distributed import TorchDistributedAlltoAll  # noqa: E402
 from torch_moe_ep.version import __version__  # noqa: E402
 
 __all__ = [
@@ -44,7 +45,9 @@ __all__ = [
     "ShmOneSidedAlltoAll",
     "ShmOneSidedConfig",
     "StoreCommBackend",
+    "TorchDistributedAlltoAll",
     "TorchDistributedCommBackend",
+    "TorchDistributedConfig",
     "__version__",
     "available_communication_backends",
     "combine",
