@@ -348,13 +348,16 @@ def _pad_to(x: torch.Tensor, width: int) -> torch.Tensor:
 def _by_block(
     op: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], x: torch.Tensor, factor: torch.Tensor, block: int
 ) -> torch.Tensor:
-    """``op`` of every value of ``x`` and the factor of its block. A last block that is short is not computed in whole
-    and cut: of ``(x / factor).flatten(-2)[..., :width]`` Inductor (2.11 and 2.13, on CPU) gets what follows the first
-    block wrong."""
+    """``op`` of every value of ``x`` and the factor of its block, whose size is a power of two.
+
+    Where the last block is short, the factors are indexed, and by a shift: an index i // block, which is also what a
+    padded result cut to its width becomes, lets Inductor on CPU split the loop over i without regard to a remainder
+    (``try_loop_split`` of torch 2.11 and 2.13), so that the last block is not computed.
+    """
     blocks, width = factor.shape[-1], x.shape[-1]
     if width == blocks * block:
         return op(x.unflatten(-1, (blocks, block)), factor.unsqueeze(-1)).flatten(-2)
-    return op(x, factor[..., torch.arange(width, device=x.device) // block])
+    return op(x, factor[..., torch.arange(width, device=x.device) >> block.bit_length() - 1])
 
 
 def _saturate(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
