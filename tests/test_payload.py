@@ -353,16 +353,16 @@ MX = quantize(X, Q.MXFP8)
         (lambda: quantize(ONE, Q.MXFP8), ValueError, "hidden_states: expected at least 1 dimension"),
         (lambda: quantize(X, Q.FP8PerTensor), ValueError, "global_scale: FP8PerTensor needs one"),
         (lambda: quantize(X, Q.MXFP8, global_scale=ONE), ValueError, "global_scale: MXFP8 has none"),
-        (lambda: quantize(X, Q.NVFP4, global_scale=X), ValueError, r"global_scale: expected 1 element, got .*\(2, 64\)"),
+        (lambda: quantize(X, Q.NVFP4, global_scale=X), ValueError, "global_scale: expected 1 element, got .*2, 64"),
         (lambda: quantize(X, Q.NVFP4, global_scale=ONE.half()), TypeError, "global_scale: expected float32, got .*16"),
         (lambda: global_scale_of(X, Q.MXFP8), ValueError, "quant_format: MXFP8 has no global scale"),
         (lambda: dequantize(*MX, Q.MXFP8, 64, torch.int8), TypeError, "dtype: expected bfloat16, .*got torch.int8"),
         (lambda: dequantize(*MX, Q.MXFP8, 65, torch.float32), ValueError, r"values: expected \[\*, 65\] for MXFP8"),
         (lambda: dequantize(X, MX[1], Q.MXFP8, 64, torch.float32), TypeError, "values: expected torch.float8_e4m3fn"),
-        (lambda: dequantize(MX[0], None, Q.MXFP8, 64, torch.float32), ValueError, r"scale: expected \[\*, 2\] of .*None"),
+        (lambda: dequantize(MX[0], None, Q.MXFP8, 64, torch.float32), ValueError, "scale: expected .*, 2. of .*None"),
         (lambda: dequantize(MX[0], X[:, :2], Q.MXFP8, 64, torch.float32), TypeError, "scale: expected torch.uint8 for"),
         (lambda: dequantize(MX[0], MX[1][:, :1], Q.MXFP8, 64, torch.float32), ValueError, r"scale: expected \[\*, 2\]"),
-        (lambda: dequantize(MX[0], MX[1][:1], Q.MXFP8, 64, torch.float32), ValueError, r"one row per row.*\(2,\).*\(1,\)"),
+        (lambda: dequantize(MX[0], MX[1][:1], Q.MXFP8, 64, torch.float32), ValueError, r"one row per row.*2,.*1,"),
         (lambda: dequantize(MX[0], MX[1], Q.FP8PerTensor, 64, torch.float32, global_scale=ONE), ValueError,
          "scale: expected None for FP8PerTensor"),
     ],
@@ -394,7 +394,9 @@ def test_compiled_gives_the_same_bits(device: str, fmt: QuantFormat) -> None:
     torch._dynamo.reset()
     counters.clear()
 
-    def there_and_back(x: torch.Tensor, g: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    def there_and_back(
+        x: torch.Tensor, g: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         values, scale = quantize(x, fmt, global_scale=g)
         return values, scale, dequantize(values, scale, fmt, x.shape[1], x.dtype, global_scale=g)
 

@@ -134,9 +134,9 @@ def quantize(
 
         amax is the largest magnitude of the block. The exponent of the MX formats is rounded down, as section 6.3 of
         the OCP Microscaling Formats specification v1.0 has it; their scale s is the byte log2(s) + 127 (E8M0), whose
-        view as ``torch.float8_e8m0fnu`` is what torch's scaled matrix products take. A byte of FP4 holds value 2i in its low four bits and
-        value 2i+1 in its high ones. Where H is no multiple of the block, the last block is shorter; where H is odd,
-        the high bits of the last byte are 0. The sizes are those of :func:`row_bytes`.
+        view as ``torch.float8_e8m0fnu`` is what torch's scaled matrix products take. A byte of FP4 holds value 2i in
+        its low four bits and value 2i+1 in its high ones. Where H is no multiple of the block, the last block is
+        shorter; where H is odd, the high bits of the last byte are 0. The sizes are those of :func:`row_bytes`.
 
     Errors, of ``dequantize(..., dtype=torch.float32)``, for a finite value x:
 
@@ -240,8 +240,8 @@ def dequantize(
     Rows that hold no token give unspecified numbers, as their bytes are unspecified.
 
     Args:
-        values, scale: as :func:`quantize` returns them, or a dispatch of those; parts of one byte also as uint8 or, where they are uint8, as
-            float8_e8m0fnu.
+        values, scale: as :func:`quantize` returns them, or a dispatch of those; elements of one byte may also come as
+            uint8 or, where uint8 is expected, as another dtype of one byte.
         quant_format: that of the values.
         hidden_size: H, which packed values alone do not tell.
         dtype: bfloat16, float16 or float32. What is too large for it saturates.
@@ -261,6 +261,7 @@ def dequantize(
     if f.value_bits == 16:
         return _cast(values, dtype)
     if f.block == 0:
+        assert g is not None
         return _saturate(values.float() * g, dtype)
 
     assert f.scale_dtype is not None
