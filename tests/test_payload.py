@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
 from collections.abc import Callable
@@ -458,9 +457,6 @@ def torchao_rows(data: str, dtype: torch.dtype) -> torch.Tensor:
     x[0] = 0
     x[1, 40:90] = -0.0
     return x
-
-
-needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
