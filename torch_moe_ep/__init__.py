@@ -23,7 +23,15 @@ from torch_moe_ep.communication import (  # noqa: E402
     register_communication,
 )
 from torch_moe_ep.config import NVLinkOneSidedConfig, ShmOneSidedConfig  # noqa: E402
+from torch_moe_ep.experts import ExpertMajor, GroupedSwiGLU, expert_major, sum_slots, take_rows  # noqa: E402
 from torch_moe_ep.functional import Dispatched, combine, dispatch  # noqa: E402
+from torch_moe_ep.layer import (  # noqa: E402
+    GroupedSwiGLUConfig,
+    MoEEpLayer,
+    MoEEpTensors,
+    MoEWeightPack,
+    SplitConfig,
+)
 from torch_moe_ep.local_group import create_local_group, run_local_group  # noqa: E402
 from torch_moe_ep.nvlink_one_sided import NVLinkOneSidedAlltoAll  # noqa: E402
 from torch_moe_ep.params import MoEEpCommParams  # noqa: E402
@@ -35,14 +43,21 @@ __all__ = [
     "OP_LIBRARY",
     "BootstrapConfig",
     "Dispatched",
+    "ExpertMajor",
+    "GroupedSwiGLU",
+    "GroupedSwiGLUConfig",
     "MoEEpCommParams",
     "MoEEpCommunication",
     "MoEEpDispatchResult",
+    "MoEEpLayer",
+    "MoEEpTensors",
+    "MoEWeightPack",
     "NVLinkOneSidedAlltoAll",
     "NVLinkOneSidedConfig",
     "QuantFormat",
     "ShmOneSidedAlltoAll",
     "ShmOneSidedConfig",
+    "SplitConfig",
     "StoreCommBackend",
     "TorchDistributedCommBackend",
     "__version__",
@@ -51,7 +66,10 @@ __all__ = [
     "create_communication",
     "create_local_group",
     "dispatch",
+    "expert_major",
     "is_communication_backend",
     "register_communication",
     "run_local_group",
+    "sum_slots",
+    "take_rows",
 ]

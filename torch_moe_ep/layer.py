@@ -1,0 +1,205 @@
+"""A Mixture-of-Experts layer over an expert-parallel group: dispatch, the experts of this rank, combine, in one module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_moe_ep import functional
+from torch_moe_ep.bootstrap import BootstrapConfig
+from torch_moe_ep.communication import MoEEpCommunication, create_communication
+from torch_moe_ep.experts import GroupedSwiGLU, IdentityExperts
+from torch_moe_ep.one_sided import OneSidedAlltoAll
+from torch_moe_ep.params import MoEEpCommParams
+
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(rows ``[W*R, H]``, local ids ``[W*R, K]`` int32 with -1 = not an expert of this rank, weights ``[W*R, K]``) to
+``[W*R, H]``, weighted and summed over the experts of this rank."""
+
+
+@dataclass
+class MoEEpTensors:
+    """What one step of the layer takes; the names are those of ``flashinfer.moe_ep.MoEEpTensors``.
+
+    Args:
+        hidden_states: ``[T, H]`` tokens of this rank.
+        topk_ids: ``[T, K]`` int32 or int64 global expert ids; ids outside ``[0, E)`` select nothing.
+        topk_weights: ``[T, K]`` floating point.
+        hidden_states_scale: scale factors of tokens that are quantized already; None otherwise.
+        runtime_max_tokens_per_rank: R, at least the largest T of the step over all ranks and equal on all of them; None
+            is ``params.max_tokens_per_rank``. Fixed in a captured CUDA graph.
+    """
+
+    hidden_states: torch.Tensor
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+    hidden_states_scale: torch.Tensor | None = None
+    runtime_max_tokens_per_rank: int | None = None
+
+
+@dataclass(frozen=True)
+class MoEWeightPack:
+    """The weights of this rank's experts; the names are those of ``flashinfer.moe_ep.MoEWeightPack``.
+
+    Args:
+        w13: ``[L, 2*F, H]``, L = experts of this rank, F = inner size; see ``GroupedSwiGLUConfig.gate_first``.
+        w2: ``[L, H, F]``.
+    """
+
+    w13: torch.Tensor
+    w2: torch.Tensor
+
+
+@dataclass(frozen=True)
+class GroupedSwiGLUConfig:
+    """The kernel of grouped SwiGLU experts over a :class:`MoEWeightPack`.
+
+    Args:
+        gate_first: whether ``w13`` holds the gate before up, as Transformers' ``gate_up_proj`` does; False is up before
+            gate, the order of FlashInfer.
+    """
+
+    gate_first: bool = False
+
+
+@dataclass(frozen=True)
+class SplitConfig:
+    """How a layer communicates and computes; the names are those of ``flashinfer.moe_ep.SplitConfig``.
+
+    Args:
+        comm: name or config of a communication backend, obeyed or refused with the reason; None is nvlink_one_sided on
+            CUDA and shm_one_sided on CPU.
+        kernel: a :data:`Kernel`; "identity"; or a :class:`GroupedSwiGLUConfig`. None is the latter's defaults.
+    """
+
+    comm: Any = None
+    kernel: Any = None
+
+
+class MoEEpLayer(nn.Module):
+    """Dispatch, experts and combine; compiles as one graph.
+
+    Args:
+        bootstrap: the group; not needed with ``group``.
+        params: sizes of the layer; None with ``group`` is those of the group.
+        weights: of this rank's experts, for the SwiGLU kernel; None for a kernel that has its own.
+        backend: a :class:`SplitConfig`; a name or config of a communication backend stands for ``SplitConfig(comm=)``.
+        group: a communicator to use instead of making one. Layers that run one after the other share one, and with it
+            its windows; whoever made it destroys it.
+        device: where the layer runs; None is the device of the weights or of the kernel's parameters, else the default.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; names it.
+        KeyError: no backend of that name.
+        RuntimeError: the backend cannot run here; says why.
+    """
+
+    order: torch.Tensor
+    first_expert: torch.Tensor
+
+    def __init__(
+        self,
+        bootstrap: BootstrapConfig | None = None,
+        params: MoEEpCommParams | None = None,
+        weights: MoEWeightPack | None = None,
+        backend: Any = None,
+        *,
+        group: MoEEpCommunication | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if backend is None:
+            backend = SplitConfig()
+        elif not isinstance(backend, SplitConfig):
+            backend = SplitConfig(comm=backend)
+        self.kernel = make_kernel(backend.kernel, weights)
+        where = _device(device, self.kernel)
+        self._owns_group = group is None
+        if group is None:
+            if bootstrap is None or params is None:
+                raise ValueError("bootstrap, params: expected both, or a communicator as group=")
+            group = _make_group(bootstrap, params, backend.comm, where)
+        self.group = group
+        self.params = params or group.params
+        self.comm, self.ep_size, self.timeout_sec = group.comm, group.ep_size, group.timeout_sec
+        local = self.params.local_experts(group.ep_rank, group.ep_size)
+        self.num_local_experts = len(local)
+        self.register_buffer("order", group.order, persistent=False)
+        # A tensor, so that all ranks compile the same code.
+        first = torch.tensor([local.start], dtype=torch.int32, device=where)
+        self.register_buffer("first_expert", first, persistent=False)
+
+    def forward(self, tensors: MoEEpTensors) -> torch.Tensor:
+        """``[T, H]``: each token's weighted sum over its experts; zeros for a token that selects none. Collective."""
+        x, r = tensors.hidden_states, tensors.runtime_max_tokens_per_rank
+        if isinstance(self.group, OneSidedAlltoAll):
+            got = functional.dispatch(self, x, tensors.topk_ids, tensors.topk_weights, tokens_per_rank=r)
+            rows = self._experts(got.hidden_states, got.topk_ids, got.topk_weights)
+            return functional.combine(self, rows, got.routing, num_tokens=x.shape[0])
+        received = self.group.dispatch(x, tensors.topk_ids, tensors.topk_weights, runtime_max_tokens_per_rank=r)
+        return self.group.combine(self._experts(received.hidden_states, received.topk_ids, received.topk_weights))
+
+    def _experts(self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+        local = ids - self.first_expert
+        here = (local >= 0) & (local < self.num_local_experts)
+        local = torch.where(here, local, -1)
+        assert weights is not None
+        weights = torch.where(here, weights, 0)
+        if not getattr(self.kernel, "skips_empty_rows", False):
+            rows = torch.where(here.any(1, keepdim=True), rows, 0)
+        return self.kernel(rows, local, weights)
+
+    def destroy(self) -> None:
+        """Releases the communicator if the layer made it. Idempotent; call it on every rank."""
+        if self._owns_group:
+            self.group.destroy()
+
+    # One `order` tensor orders all layers of a communicator: no copy or conversion of the module may part them.
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> MoEEpLayer:
+        super()._apply(fn, recurse)
+        self.order = self.group.order
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.order = self.group.order
+
+
+def make_kernel(kernel: Any, weights: MoEWeightPack | None) -> Kernel:
+    """The :data:`Kernel` that ``SplitConfig.kernel`` names."""
+    if kernel is None:
+        kernel = GroupedSwiGLUConfig()
+    if isinstance(kernel, GroupedSwiGLUConfig):
+        if weights is None:
+            raise ValueError("weights: expected a MoEWeightPack for the SwiGLU kernel, got None; or pass a kernel that "
+                             "has its own weights as SplitConfig(kernel=...)")
+        return GroupedSwiGLU(weights.w13, weights.w2, gate_first=kernel.gate_first)
+    if weights is not None:
+        raise ValueError(f"weights: expected None, since the kernel {kernel!r} takes none")
+    if kernel == "identity":
+        return IdentityExperts()
+    if not callable(kernel):
+        raise TypeError(
+            f"SplitConfig.kernel: expected None, 'identity', a GroupedSwiGLUConfig or a callable, got {kernel!r}"
+        )
+    return kernel
+
+
+def _device(given: torch.device | str | None, kernel: Any) -> torch.device:
+    if given is not None:
+        return torch.device(given)
+    tensors = list(kernel.parameters()) if isinstance(kernel, nn.Module) else []
+    return tensors[0].device if tensors else torch.get_default_device()
+
+
+def _make_group(
+    bootstrap: BootstrapConfig, params: MoEEpCommParams, comm: Any, device: torch.device
+) -> MoEEpCommunication:
+    if comm is None:
+        comm = "nvlink_one_sided" if device.type == "cuda" else "shm_one_sided"
+    return create_communication(bootstrap, params, comm)
