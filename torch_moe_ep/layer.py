@@ -1,4 +1,4 @@
-"""A Mixture-of-Experts layer over an expert-parallel group: dispatch, the experts of this rank, combine, in one module."""
+"""A Mixture-of-Experts layer over an expert-parallel group: dispatch, this rank's experts and combine in one module."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree
 
 from torch_moe_ep import functional
 from torch_moe_ep.bootstrap import BootstrapConfig
@@ -41,6 +42,9 @@ class MoEEpTensors:
     runtime_max_tokens_per_rank: int | None = None
 
 
+_pytree.register_dataclass(MoEEpTensors, serialized_type_name="torch_moe_ep.MoEEpTensors")  # what torch.export asks for
+
+
 @dataclass(frozen=True)
 class MoEWeightPack:
     """The weights of this rank's experts; the names are those of ``flashinfer.moe_ep.MoEWeightPack``.
@@ -48,10 +52,13 @@ class MoEWeightPack:
     Args:
         w13: ``[L, 2*F, H]``, L = experts of this rank, F = inner size; see ``GroupedSwiGLUConfig.gate_first``.
         w2: ``[L, H, F]``.
+        w13_scale, w2_scale: of float8_e4m3fn weights, as :class:`~torch_moe_ep.GroupedSwiGLU` takes them.
     """
 
     w13: torch.Tensor
     w2: torch.Tensor
+    w13_scale: torch.Tensor | None = None
+    w2_scale: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -116,26 +123,43 @@ class MoEEpLayer(nn.Module):
             backend = SplitConfig()
         elif not isinstance(backend, SplitConfig):
             backend = SplitConfig(comm=backend)
-        self.kernel = make_kernel(backend.kernel, weights)
-        where = _device(device, self.kernel)
+        kernel = make_kernel(backend.kernel, weights)
+        params = params or (group.params if group is not None else None)
+        if params is None or group is None and bootstrap is None:
+            raise ValueError("bootstrap, params: expected both, or a communicator as group=")
+        where = group.order.device if group is not None else _device(device, kernel)
         self._owns_group = group is None
         if group is None:
-            if bootstrap is None or params is None:
-                raise ValueError("bootstrap, params: expected both, or a communicator as group=")
+            assert bootstrap is not None
+            local = params.local_experts(bootstrap.rank, bootstrap.world_size)
+            _check_kernel(kernel, params, len(local))
             group = _make_group(bootstrap, params, backend.comm, where)
-        self.group = group
-        self.params = params or group.params
+        else:
+            _check_group(group, backend.comm, device)
+            local = params.local_experts(group.ep_rank, group.ep_size)
+            _check_kernel(kernel, params, len(local))
+        self.kernel, self.group, self.params = kernel, group, params
         self.comm, self.ep_size, self.timeout_sec = group.comm, group.ep_size, group.timeout_sec
-        local = self.params.local_experts(group.ep_rank, group.ep_size)
-        self.num_local_experts = len(local)
-        self.register_buffer("order", group.order, persistent=False)
-        # A tensor, so that all ranks compile the same code.
-        first = torch.tensor([local.start], dtype=torch.int32, device=where)
-        self.register_buffer("first_expert", first, persistent=False)
+        self._first_expert, self.num_local_experts = local.start, len(local)
+        self.register_buffer("order", None, persistent=False)
+        self.register_buffer("first_expert", None, persistent=False)
+        self._set_buffers()
 
     def forward(self, tensors: MoEEpTensors) -> torch.Tensor:
         """``[T, H]``: each token's weighted sum over its experts; zeros for a token that selects none. Collective."""
         x, r = tensors.hidden_states, tensors.runtime_max_tokens_per_rank
+        if tensors.topk_weights is None:
+            raise TypeError("MoEEpTensors.topk_weights: expected a tensor [T, K], got None; pass ones for a plain sum")
+        if tensors.hidden_states_scale is not None and self.params.dispatch_format is None:
+            raise ValueError("MoEEpTensors.hidden_states_scale: expected None, since params.dispatch_format is None")
+        if x.shape[1:] != (self.params.hidden_size,):
+            raise ValueError(
+                f"MoEEpTensors.hidden_states: expected [T, {self.params.hidden_size}], got shape {tuple(x.shape)}"
+            )
+        if x.dtype != self.params.token_dtype:
+            raise ValueError(
+                f"MoEEpTensors.hidden_states: expected {self.params.token_dtype}, params.dtype, got {x.dtype}"
+            )
         if isinstance(self.group, OneSidedAlltoAll):
             got = functional.dispatch(self, x, tensors.topk_ids, tensors.topk_weights, tokens_per_rank=r)
             rows = self._experts(got.hidden_states, got.topk_ids, got.topk_weights)
@@ -143,11 +167,10 @@ class MoEEpLayer(nn.Module):
         received = self.group.dispatch(x, tensors.topk_ids, tensors.topk_weights, runtime_max_tokens_per_rank=r)
         return self.group.combine(self._experts(received.hidden_states, received.topk_ids, received.topk_weights))
 
-    def _experts(self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    def _experts(self, rows: torch.Tensor, ids: torch.Tensor, weights: Any) -> torch.Tensor:
         local = ids - self.first_expert
         here = (local >= 0) & (local < self.num_local_experts)
         local = torch.where(here, local, -1)
-        assert weights is not None
         weights = torch.where(here, weights, 0)
         if not getattr(self.kernel, "skips_empty_rows", False):
             rows = torch.where(here.any(1, keepdim=True), rows, 0)
@@ -158,16 +181,20 @@ class MoEEpLayer(nn.Module):
         if self._owns_group:
             self.group.destroy()
 
-    # One `order` tensor orders all layers of a communicator: no copy or conversion of the module may part them.
+    def _set_buffers(self) -> None:
+        # One `order` tensor orders all layers of a communicator: no copy or conversion of the module may part them.
+        self.order = self.group.order
+        # A tensor, so that all ranks compile the same code.
+        self.first_expert = torch.tensor([self._first_expert], dtype=torch.int32, device=self.order.device)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> MoEEpLayer:
         super()._apply(fn, recurse)
-        self.order = self.group.order
+        self._set_buffers()
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.order = self.group.order
+        self._set_buffers()
 
 
 def make_kernel(kernel: Any, weights: MoEWeightPack | None) -> Kernel:
@@ -178,7 +205,9 @@ def make_kernel(kernel: Any, weights: MoEWeightPack | None) -> Kernel:
         if weights is None:
             raise ValueError("weights: expected a MoEWeightPack for the SwiGLU kernel, got None; or pass a kernel that "
                              "has its own weights as SplitConfig(kernel=...)")
-        return GroupedSwiGLU(weights.w13, weights.w2, gate_first=kernel.gate_first)
+        return GroupedSwiGLU(
+            weights.w13, weights.w2, weights.w13_scale, weights.w2_scale, gate_first=kernel.gate_first
+        )
     if weights is not None:
         raise ValueError(f"weights: expected None, since the kernel {kernel!r} takes none")
     if kernel == "identity":
@@ -197,9 +226,35 @@ def _device(given: torch.device | str | None, kernel: Any) -> torch.device:
     return tensors[0].device if tensors else torch.get_default_device()
 
 
+def _check_kernel(kernel: Kernel, params: MoEEpCommParams, num_local_experts: int) -> None:
+    if not isinstance(kernel, GroupedSwiGLU):
+        return
+    for name, weight, axis in (("w13", kernel.w13, 2), ("w2", kernel.w2, 1)):
+        if (weight.shape[0], weight.shape[axis]) != (num_local_experts, params.hidden_size):
+            raise ValueError(
+                f"weights.{name}: expected {num_local_experts} local experts and hidden size {params.hidden_size} in "
+                f"{'[L, 2*F, H]' if axis == 2 else '[L, H, F]'}, got shape {tuple(weight.shape)}"
+            )
+
+
+def _check_group(group: MoEEpCommunication, comm: Any, device: torch.device | str | None) -> None:
+    name = getattr(comm, "backend_name", comm)
+    if name is not None and name != group.backend_name:
+        raise ValueError(f"SplitConfig.comm: expected None or {group.backend_name!r}, that of group=, got {comm!r}")
+    if device is not None and torch.device(device).type != group.order.device.type:
+        raise ValueError(f"device: expected None or {group.order.device}, that of group=, got {device}")
+
+
 def _make_group(
     bootstrap: BootstrapConfig, params: MoEEpCommParams, comm: Any, device: torch.device
 ) -> MoEEpCommunication:
     if comm is None:
         comm = "nvlink_one_sided" if device.type == "cuda" else "shm_one_sided"
-    return create_communication(bootstrap, params, comm)
+    group = create_communication(bootstrap, params, comm)
+    if group.order.device.type != device.type:
+        group.destroy()
+        raise ValueError(
+            f"SplitConfig.comm: {group.backend_name} moves tensors on {group.order.device.type}, but the layer is on "
+            f"{device}; pass another backend, or weights on the backend's device"
+        )
+    return group
