@@ -190,7 +190,10 @@ class _Dispatch(torch.autograd.Function):
         out = _dispatch(hidden_states, topk_ids, topk_weights, hidden_states_scale, order, eplb_local_stats,
                         active_rank_mask, options)
         hidden, ids, weights, scale, stats, routing = out
-        ctx.mark_non_differentiable(ids, scale, stats, routing)
+        # Quantized rows, or rows of a frozen model, want no gradient where only the weights do; theirs would be wasted,
+        # and in FP8 there is none.
+        constant = () if ctx.needs_input_grad[0] else (hidden,)
+        ctx.mark_non_differentiable(ids, scale, stats, routing, *constant)
         ctx.save_for_backward(routing, order)
         ctx.num_tokens, ctx.active_rank_mask, ctx.options = hidden_states.shape[0], active_rank_mask, options
         ctx.has_weights = topk_weights is not None
