@@ -169,18 +169,26 @@ class MoEEpLayer(nn.Module):
         if isinstance(self.group, AlternatingAlltoAll):
             if quant_format is None:
                 got = functional.dispatch(self, x, tensors.topk_ids, tensors.topk_weights, tokens_per_rank=r)
-                rows, ids, weights, routing = got.hidden_states, got.topk_ids, got.topk_weights, got.routing
+                rows, weights = got.hidden_states, got.topk_weights
             else:
-                options = functional._Options(
-                    self.comm, self.ep_size, self.timeout_sec, params.max_tokens_per_rank if r is None else r,
-                    params.num_experts, params.invalid_expert_id,
+                values = x
+                if not quantized:
+                    values, scale = quantize(x, quant_format, global_scale=g)
+                got = functional.dispatch(
+                    self, values, tensors.topk_ids, tensors.topk_weights.detach(), hidden_states_scale=scale,
+                    tokens_per_rank=r,
                 )
-                rows, ids, weights, routing = _QuantizedDispatch.apply(
-                    x, tensors.topk_ids, tensors.topk_weights, scale, g, self.order, options, quant_format,
-                    hidden_size, dtype, quantized,
+                rows = dequantize(
+                    got.hidden_states, got.hidden_states_scale, quant_format, hidden_size, dtype, global_scale=g
                 )
-            rows = self._experts(rows, ids, weights)
-            return functional.combine(self, rows, routing, num_tokens=x.shape[0])
+                weights = got.topk_weights
+                if torch.is_grad_enabled() and (x.requires_grad or tensors.topk_weights.requires_grad):
+                    options = functional._Options(self.comm, self.ep_size, self.timeout_sec)
+                    rows, weights = _AsIfDispatched.apply(
+                        x, tensors.topk_weights, rows, weights, got.routing, self.order, options
+                    )
+            rows = self._experts(rows, got.topk_ids, weights)
+            return functional.combine(self, rows, got.routing, num_tokens=x.shape[0])
         if quant_format is not None and not quantized:
             if x.requires_grad and torch.is_grad_enabled():
                 raise RuntimeError(
@@ -250,35 +258,25 @@ class MoEEpLayer(nn.Module):
         self._set_buffers()
 
 
-class _QuantizedDispatch(torch.autograd.Function):
-    """Quantize, dispatch, dequantize; its backward is that of a dispatch of the unrounded rows."""
+class _AsIfDispatched(torch.autograd.Function):
+    """The rows and weights that a quantized dispatch gave; their gradients go home as those of ``x`` and its weights."""
 
     @staticmethod
-    def forward(ctx, x, topk_ids, topk_weights, scale, global_scale, order, options, quant_format, hidden_size, dtype,  # type: ignore[no-untyped-def]
-                quantized):
-        values = x
-        if not quantized:
-            values, scale = quantize(x, quant_format, global_scale=global_scale)
-        values, ids, weights, scales, _, routing = functional._dispatch(
-            values, topk_ids, topk_weights, scale, order, None, None, options
-        )
-        rows = dequantize(values, None if scale is None else scales, quant_format, hidden_size, dtype,
-                          global_scale=global_scale)
-        ctx.mark_non_differentiable(ids, routing)
+    def forward(ctx, x, topk_weights, rows, weights, routing, order, options):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(routing, order)
-        ctx.num_tokens, ctx.options, ctx.dtype = x.shape[0], options, x.dtype
-        return rows, ids, weights, routing
+        ctx.num_tokens, ctx.options = x.shape[0], options
+        return rows.clone(), weights.clone()  # a result that is an argument would be one tensor of two histories
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_rows, _ids, grad_weights, _routing):  # type: ignore[no-untyped-def]
+    def backward(ctx, grad_rows, grad_weights):  # type: ignore[no-untyped-def]
         routing, order = ctx.saved_tensors
         grad_x = grad_topk_weights = None
         if ctx.needs_input_grad[0]:
-            grad_x = functional._combine(grad_rows, routing, order, ctx.num_tokens, None, ctx.options).to(ctx.dtype)
-        if ctx.needs_input_grad[2]:
+            grad_x = functional._combine(grad_rows, routing, order, ctx.num_tokens, None, ctx.options)
+        if ctx.needs_input_grad[1]:
             grad_topk_weights = functional._combine(grad_weights, routing, order, ctx.num_tokens, None, ctx.options)
-        return grad_x, None, grad_topk_weights, None, None, None, None, None, None, None, None
+        return grad_x, grad_topk_weights, None, None, None, None, None
 
 
 def make_kernel(kernel: Any, weights: MoEWeightPack | None) -> Kernel:
