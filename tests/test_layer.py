@@ -345,6 +345,19 @@ def test_any_backend_class(device: str) -> None:
     assert_close(got, expected_of(case, 1, 0, torch.float64), "class", rtol=1e-9, atol=1e-11)
 
 
+def test_any_backend_class_quantized(device: str) -> None:
+    case, rank = CASES["plain"], alone(device)
+    params = replace(params_of(case, torch.float32), dispatch_format=QuantFormat.MXFP8)
+    own = make_layer(case, rank, torch.float32, params=params)
+    layer = MoEEpLayer(group=ThroughTheClass(own.group), backend=SplitConfig(kernel=own.kernel))
+    x, ids, weights = (t.to(device) for t in inputs_of(case, 0, torch.float32))
+    with torch.no_grad():
+        assert torch.equal(layer(MoEEpTensors(x, ids, weights)), own(MoEEpTensors(x, ids, weights)))
+    with pytest.raises(RuntimeError, match="through_the_class a quantized dispatch has no gradient"):
+        layer(MoEEpTensors(x.requires_grad_(), ids, weights))
+    own.destroy()
+
+
 def same_bits_over_collectives(rank: Rank) -> None:
     case, results = CASES["dirty"], []
     for comm in (None, "torch_distributed"):

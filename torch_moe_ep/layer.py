@@ -14,7 +14,7 @@ from torch.utils import _pytree
 from torch_moe_ep import functional
 from torch_moe_ep.alternation import AlternatingAlltoAll
 from torch_moe_ep.bootstrap import BootstrapConfig
-from torch_moe_ep.communication import MoEEpCommunication, create_communication
+from torch_moe_ep.communication import MoEEpCommunication, MoEEpDispatchResult, create_communication
 from torch_moe_ep.config import NVLinkOneSidedConfig, ShmOneSidedConfig
 from torch_moe_ep.experts import GroupedSwiGLU, IdentityExperts
 from torch_moe_ep.params import MoEEpCommParams
@@ -163,46 +163,60 @@ class MoEEpLayer(nn.Module):
     def forward(self, tensors: MoEEpTensors) -> torch.Tensor:
         """``[T, H]``: each token's weighted sum over its experts; zeros for a token that selects none. Collective."""
         quantized = self._check(tensors)
-        x, scale, g = tensors.hidden_states, tensors.hidden_states_scale, self.global_scale
-        params, r = self.params, tensors.runtime_max_tokens_per_rank
-        quant_format, hidden_size, dtype = params.dispatch_format, params.hidden_size, params.token_dtype
-        if isinstance(self.group, AlternatingAlltoAll):
-            if quant_format is None:
-                got = functional.dispatch(self, x, tensors.topk_ids, tensors.topk_weights, tokens_per_rank=r)
-                rows, weights = got.hidden_states, got.topk_weights
+        if not isinstance(self.group, AlternatingAlltoAll):
+            return self._through_the_class(tensors, quantized)
+        x, r = tensors.hidden_states, tensors.runtime_max_tokens_per_rank
+        weights: Any = tensors.topk_weights
+        if self.params.dispatch_format is None:
+            got = functional.dispatch(self, x, tensors.topk_ids, weights, tokens_per_rank=r)
+            rows, weights = got.hidden_states, got.topk_weights
+        else:
+            values, scale = self._quantize(tensors, quantized)
+            got = functional.dispatch(
+                self, values, tensors.topk_ids, weights.detach(), hidden_states_scale=scale, tokens_per_rank=r
+            )
+            rows = self._dequantize(got)
+            if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
+                options = functional._Options(self.comm, self.ep_size, self.timeout_sec)
+                rows, weights = _AsIfDispatched.apply(
+                    x, weights, rows, got.topk_weights, got.routing, self.order, options
+                )
             else:
-                values = x
-                if not quantized:
-                    values, scale = quantize(x, quant_format, global_scale=g)
-                got = functional.dispatch(
-                    self, values, tensors.topk_ids, tensors.topk_weights.detach(), hidden_states_scale=scale,
-                    tokens_per_rank=r,
-                )
-                rows = dequantize(
-                    got.hidden_states, got.hidden_states_scale, quant_format, hidden_size, dtype, global_scale=g
-                )
                 weights = got.topk_weights
-                if torch.is_grad_enabled() and (x.requires_grad or tensors.topk_weights.requires_grad):
-                    options = functional._Options(self.comm, self.ep_size, self.timeout_sec)
-                    rows, weights = _AsIfDispatched.apply(
-                        x, tensors.topk_weights, rows, weights, got.routing, self.order, options
-                    )
-            rows = self._experts(rows, got.topk_ids, weights)
-            return functional.combine(self, rows, got.routing, num_tokens=x.shape[0])
-        if quant_format is not None and not quantized:
-            if x.requires_grad and torch.is_grad_enabled():
+        return functional.combine(
+            self, self._experts(rows, got.topk_ids, weights), got.routing, num_tokens=x.shape[0]
+        )
+
+    def _through_the_class(self, tensors: MoEEpTensors, quantized: bool) -> torch.Tensor:
+        """A step with a backend that has nothing but its class."""
+        x, scale = tensors.hidden_states, tensors.hidden_states_scale
+        if self.params.dispatch_format is not None:
+            if not quantized and x.requires_grad and torch.is_grad_enabled():
                 raise RuntimeError(
                     f"MoEEpLayer: with {self.group.backend_name} a quantized dispatch has no gradient; expected "
                     "torch.no_grad() or params.dispatch_format None"
                 )
-            x, scale = quantize(x, quant_format, global_scale=g)
+            x, scale = self._quantize(tensors, quantized)
         received = self.group.dispatch(
-            x, tensors.topk_ids, tensors.topk_weights, hidden_states_scale=scale, runtime_max_tokens_per_rank=r
+            x, tensors.topk_ids, tensors.topk_weights, hidden_states_scale=scale,
+            runtime_max_tokens_per_rank=tensors.runtime_max_tokens_per_rank,
         )
-        rows = received.hidden_states
-        if quant_format is not None:
-            rows = dequantize(rows, received.hidden_states_scale, quant_format, hidden_size, dtype, global_scale=g)
+        rows = received.hidden_states if self.params.dispatch_format is None else self._dequantize(received)
         return self.group.combine(self._experts(rows, received.topk_ids, received.topk_weights))
+
+    def _quantize(self, tensors: MoEEpTensors, quantized: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x, quant_format = tensors.hidden_states, self.params.dispatch_format
+        if quantized or quant_format is None:
+            return x, tensors.hidden_states_scale
+        return quantize(x, quant_format, global_scale=self.global_scale)
+
+    def _dequantize(self, received: functional.Dispatched | MoEEpDispatchResult) -> torch.Tensor:
+        params = self.params
+        assert params.dispatch_format is not None
+        return dequantize(
+            received.hidden_states, received.hidden_states_scale, params.dispatch_format, params.hidden_size,
+            params.token_dtype, global_scale=self.global_scale,
+        )
 
     def _check(self, tensors: MoEEpTensors) -> bool:
         """Whether the tokens are quantized already. Raises if they do not fit."""
@@ -259,7 +273,7 @@ class MoEEpLayer(nn.Module):
 
 
 class _AsIfDispatched(torch.autograd.Function):
-    """The rows and weights that a quantized dispatch gave; their gradients go home as those of ``x`` and its weights."""
+    """The rows and weights that a quantized dispatch gave; their gradients go home to ``x`` and its weights."""
 
     @staticmethod
     def forward(ctx, x, topk_weights, rows, weights, routing, order, options):  # type: ignore[no-untyped-def]
