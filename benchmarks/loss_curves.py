@@ -74,7 +74,9 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (norm(x) @ self.qkv.t()).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        scores = q @ k.transpose(2, 3) / q.shape[3] ** 0.5
+        future = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1)
+        seen = scores.masked_fill(future, -torch.inf).softmax(3) @ v
         x = x + seen.transpose(1, 2).flatten(2) @ self.out.t()
         tokens = norm(x).flatten(0, 1)
         weights, ids = (tokens @ self.router.t()).softmax(1).topk(TOP_K, dim=1)

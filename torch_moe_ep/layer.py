@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.utils import _pytree
 
 from torch_moe_ep import functional
 from torch_moe_ep.alternation import AlternatingAlltoAll
@@ -46,7 +45,7 @@ class MoEEpTensors:
     runtime_max_tokens_per_rank: int | None = None
 
 
-_pytree.register_dataclass(MoEEpTensors, serialized_type_name="torch_moe_ep.MoEEpTensors")  # what torch.export asks for
+torch.export.register_dataclass(MoEEpTensors, serialized_type_name="torch_moe_ep.MoEEpTensors")
 
 
 @dataclass(frozen=True)
