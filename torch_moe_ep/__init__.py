@@ -23,7 +23,15 @@ from torch_moe_ep.communication import (  # noqa: E402
     register_communication,
 )
 from torch_moe_ep.config import NVLinkOneSidedConfig, ShmOneSidedConfig, TorchDistributedConfig  # noqa: E402
+from torch_moe_ep.experts import ExpertMajor, GroupedSwiGLU, expert_major, sum_slots, take_rows  # noqa: E402
 from torch_moe_ep.functional import Dispatched, combine, dispatch  # noqa: E402
+from torch_moe_ep.layer import (  # noqa: E402
+    GroupedSwiGLUConfig,
+    MoEEpLayer,
+    MoEEpTensors,
+    MoEWeightPack,
+    SplitConfig,
+)
 from torch_moe_ep.local_group import create_local_group, run_local_group  # noqa: E402
 from torch_moe_ep.nvlink_one_sided import NVLinkOneSidedAlltoAll  # noqa: E402
 from torch_moe_ep.params import MoEEpCommParams  # noqa: E402
@@ -36,14 +44,21 @@ __all__ = [
     "OP_LIBRARY",
     "BootstrapConfig",
     "Dispatched",
+    "ExpertMajor",
+    "GroupedSwiGLU",
+    "GroupedSwiGLUConfig",
     "MoEEpCommParams",
     "MoEEpCommunication",
     "MoEEpDispatchResult",
+    "MoEEpLayer",
+    "MoEEpTensors",
+    "MoEWeightPack",
     "NVLinkOneSidedAlltoAll",
     "NVLinkOneSidedConfig",
     "QuantFormat",
     "ShmOneSidedAlltoAll",
     "ShmOneSidedConfig",
+    "SplitConfig",
     "StoreCommBackend",
     "TorchDistributedAlltoAll",
     "TorchDistributedCommBackend",
@@ -55,9 +70,12 @@ __all__ = [
     "create_local_group",
     "dequantize",
     "dispatch",
+    "expert_major",
     "global_scale_of",
     "is_communication_backend",
     "quantize",
     "register_communication",
     "run_local_group",
+    "sum_slots",
+    "take_rows",
 ]
