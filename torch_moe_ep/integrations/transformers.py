@@ -28,6 +28,9 @@ SUPPORTED_VERSIONS = (5, 6)
 """Major versions of transformers, first included and last excluded. Version 4 has one module per expert in most families
 and hands gpt-oss's experts dense weights."""
 
+GROWING_CACHES = ("dynamic", "dynamic_full", "offloaded", "quantized")
+"""Values of ``cache_implementation`` with which a sequence may have any length; the others hold a fixed number."""
+
 Gate = Callable[[torch.Tensor], torch.Tensor]
 """``[S, 2*F]`` of the first projection to the ``[S, F]`` that enter the second."""
 
@@ -290,10 +293,14 @@ def expert_parallel(
         state.tokens_per_rank = tokens_per_rank
     options = {"namespace": namespace} if namespace else {}
     groups: dict[MoEEpCommParams, MoEEpCommunication] = {}
-    for params in sizes.values():
-        if params not in groups:
-            groups[params] = create_communication(bootstrap, params, backend, **options)
-    state.communicators = list(groups.values())
+    try:
+        for params in sizes.values():
+            if params not in groups:
+                groups[params] = create_communication(bootstrap, params, backend, **options)
+    finally:  # so that whoever catches an error of the second finds nothing left of the first
+        state.communicators = list(groups.values())
+        if len(groups) < len(set(sizes.values())):
+            state.destroy()
 
     for name, (experts, family) in layers.items():
         model.set_submodule(name, ExpertParallelExperts(experts, family, groups[sizes[name]], state, name))
@@ -386,7 +393,8 @@ def _agree_before_forward(state: ExpertParallel, module: nn.Module, args: Any, k
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """``generate()`` of the model's class, with ``synced_gpus=True`` unless it is given."""
-    if self.expert_parallel.bootstrap.world_size > 1:
+    state: ExpertParallel = self.expert_parallel
+    if state.bootstrap.world_size > 1:
         if kwargs.get("synced_gpus") is None:
             if not dist.is_available() or not dist.is_initialized():
                 raise RuntimeError(
@@ -395,13 +403,33 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
                     "number of steps"
                 )
             kwargs["synced_gpus"] = True
-        config = kwargs.get("generation_config") or self.generation_config
-        if kwargs.get("prefill_chunk_size", getattr(config, "prefill_chunk_size", None)) is not None:
-            raise ValueError(
-                "prefill_chunk_size: expected None, since prompts of different lengths would give the ranks different "
-                "numbers of forward passes"
-            )
+        _check_steps(state, kwargs, kwargs.get("generation_config") or self.generation_config)
     return type(self).generate(self, *args, **kwargs)
+
+
+def _check_steps(state: ExpertParallel, kwargs: dict[str, Any], config: Any) -> None:
+    """Raises ValueError on every rank alike for options with which the ranks would fall out of step."""
+
+    def option(name: str) -> Any:
+        return kwargs.get(name, getattr(config, name, None))
+
+    given = [kwargs.get(name) for name in ("past_key_values", "cache")]
+    kind = option("cache_implementation")
+    grows = kind in (None, *GROWING_CACHES) and not any(getattr(cache, "is_compileable", False) for cache in given)
+    mine = (kind, grows, option("max_new_tokens"), option("prefill_chunk_size"))
+    kinds, growing, steps, chunks = (list(column) for column in zip(*state.exchange.allgather(mine), strict=True))
+    if "paged" in kinds:
+        raise ValueError(f"cache_implementation: continuous batching ('paged') does not keep ranks in step, got {kinds}")
+    if chunks != [None] * len(chunks):
+        raise ValueError(
+            "prefill_chunk_size: expected None on every rank, since prompts of different lengths would give the ranks "
+            f"different numbers of forward passes, got {chunks}"
+        )
+    if not all(growing) and (None in steps or len(set(steps)) > 1):
+        raise ValueError(
+            "max_new_tokens: expected the same int on every rank where the cache is static, since a rank that is "
+            f"finished goes on into the rest of its cache, got {steps}"
+        )
 
 
 def _save_pretrained(self: Any, save_directory: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> None:
