@@ -35,7 +35,7 @@ from torch_moe_ep.layer import (  # noqa: E402
 from torch_moe_ep.local_group import create_local_group, run_local_group  # noqa: E402
 from torch_moe_ep.nvlink_one_sided import NVLinkOneSidedAlltoAll  # noqa: E402
 from torch_moe_ep.params import MoEEpCommParams  # noqa: E402
-from torch_moe_ep.payload import QuantFormat  # noqa: E402
+from torch_moe_ep.payload import QuantFormat, dequantize, global_scale_of, quantize  # noqa: E402
 from torch_moe_ep.shm_one_sided import ShmOneSidedAlltoAll  # noqa: E402
 from torch_moe_ep.version import __version__  # noqa: E402
 
@@ -65,9 +65,12 @@ __all__ = [
     "combine",
     "create_communication",
     "create_local_group",
+    "dequantize",
     "dispatch",
     "expert_major",
+    "global_scale_of",
     "is_communication_backend",
+    "quantize",
     "register_communication",
     "run_local_group",
     "sum_slots",

@@ -149,8 +149,7 @@ def grouped_mm(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) 
     have no part in the gradient of ``weight``.
     """
     if native_grouped_mm(weight):
-        product = getattr(nn.functional, "grouped_mm", None) or torch._grouped_mm
-        return product(rows, weight.transpose(1, 2), offs=offsets)
+        return nn.functional.grouped_mm(rows, weight.transpose(1, 2), offs=offsets)
     return _looped_mm(rows, weight, offsets)
 
 
@@ -161,8 +160,53 @@ def native_grouped_mm(weight: torch.Tensor) -> bool:
         and weight.dtype == torch.bfloat16
         and weight.shape[1] % 8 == 0
         and weight.shape[2] % 8 == 0
-        and (hasattr(nn.functional, "grouped_mm") or hasattr(torch, "_grouped_mm"))
     )
+
+
+FP8 = torch.float8_e4m3fn
+_FP8_MAX = torch.finfo(FP8).max
+
+
+def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[S, M]`` as e4m3 values and a float32 scale per row ``[S]``: the largest magnitude of a row becomes 448."""
+    wide = rows.float()
+    scale = wide.abs().amax(1).clamp(min=1e-12) / _FP8_MAX
+    return (wide / scale.unsqueeze(1)).clamp(-_FP8_MAX, _FP8_MAX).to(FP8), scale
+
+
+def scaled_grouped_mm(
+    rows: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    """:func:`grouped_mm` of rows quantized by :func:`quantize_rows` and e4m3 weights; not differentiable.
+
+    Args:
+        rows: ``[S, M]``; the result has their dtype.
+        weight: ``[L, P, M]`` float8_e4m3fn.
+        weight_scale: ``[L, P]`` float32: weight times scale is what it stands for.
+
+    ``torch._scaled_grouped_mm`` on CUDA of compute capability 9.x, where sizes are multiples of 16 and rows bfloat16;
+    elsewhere the same products of the same rounded numbers in float32.
+    """
+    values, scale = quantize_rows(rows)
+    if (
+        weight.is_cuda
+        and rows.dtype == torch.bfloat16
+        and weight.shape[1] % 16 == 0
+        and weight.shape[2] % 16 == 0
+        and hasattr(torch, "_scaled_grouped_mm")
+        and _capability(weight.device) == 9
+    ):
+        return torch._scaled_grouped_mm(
+            values, weight.transpose(1, 2), scale, weight_scale, offs=offsets, out_dtype=rows.dtype,
+            use_fast_accum=True,
+        )
+    wide = weight.float() * weight_scale.unsqueeze(2)
+    return _looped_mm(values.float() * scale.unsqueeze(1), wide, offsets).to(rows.dtype)
+
+
+@torch.compiler.assume_constant_result
+def _capability(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]
 
 
 def _expert_of_slot(offsets: torch.Tensor, slots: int) -> torch.Tensor:
@@ -241,28 +285,55 @@ class IdentityExperts(nn.Module):
 
 
 class GroupedSwiGLU(nn.Module):
-    """The experts ``w2 @ (silu(gate) * up)`` with ``gate`` and ``up`` the two halves of ``w13 @ x``, as grouped products.
+    """The experts ``w2 @ (silu(gate) * up)``, with gate and up the two halves of ``w13 @ x``, as grouped products.
 
     Args:
         w13: ``[L, 2*F, H]``. A Parameter stays the object it is; of another tensor one is made over the same memory,
             which requires grad if the tensor does.
         w2: ``[L, H, F]``.
+        w13_scale: ``[L, 2*F]`` float32, for ``w13`` in float8_e4m3fn: :func:`scaled_grouped_mm` computes the products,
+            for inference only. With ``w2_scale`` or neither.
+        w2_scale: ``[L, H]`` float32, for ``w2`` in float8_e4m3fn.
         gate_first: whether the first F rows of ``w13`` are the gate and the last F are up; False is up before gate, the
             order of FlashInfer.
 
-    Raises ValueError if the shapes do not fit each other.
+    Raises ValueError if shapes or dtypes do not fit each other.
     """
 
     skips_empty_rows = True
+    w13_scale: torch.Tensor | None
+    w2_scale: torch.Tensor | None
 
-    def __init__(self, w13: torch.Tensor, w2: torch.Tensor, *, gate_first: bool = False) -> None:
+    def __init__(
+        self,
+        w13: torch.Tensor,
+        w2: torch.Tensor,
+        w13_scale: torch.Tensor | None = None,
+        w2_scale: torch.Tensor | None = None,
+        *,
+        gate_first: bool = False,
+    ) -> None:
         super().__init__()
         if w13.dim() != 3 or w2.dim() != 3 or w13.shape != (w2.shape[0], 2 * w2.shape[2], w2.shape[1]):
             raise ValueError(
                 "w13, w2: expected [L, 2*F, H] and [L, H, F] (local experts, inner size, hidden size), got "
                 f"{tuple(w13.shape)} and {tuple(w2.shape)}"
             )
+        if (w13_scale is None) != (w2_scale is None):
+            raise ValueError("w13_scale, w2_scale: expected both or neither")
+        for name, weight, scale in (("w13", w13, w13_scale), ("w2", w2, w2_scale)):
+            if (weight.dtype == FP8) != (scale is not None):
+                raise ValueError(
+                    f"{name}: expected {FP8} with {name}_scale, or another dtype without it, got {weight.dtype}"
+                )
+            if scale is not None and (scale.shape != weight.shape[:2] or scale.dtype != torch.float32):
+                raise ValueError(
+                    f"{name}_scale: expected float32 of shape {tuple(weight.shape[:2])}, a scale per row of {name}, "
+                    f"got {scale.dtype} of shape {tuple(scale.shape)}"
+                )
         self.w13, self.w2, self.gate_first = _as_parameter("w13", w13), _as_parameter("w2", w2), gate_first
+        self.register_buffer("w13_scale", w13_scale)
+        self.register_buffer("w2_scale", w2_scale)
 
     def forward(self, rows: torch.Tensor, local_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """What this rank's experts make of the received rows, weighted and summed.
@@ -275,16 +346,29 @@ class GroupedSwiGLU(nn.Module):
         Returns:
             ``[N, H]``; zeros where a row names no expert of this rank.
         """
+        if self.w13_scale is not None:
+            if rows.requires_grad and torch.is_grad_enabled():
+                raise RuntimeError("GroupedSwiGLU: FP8 weights are for inference; expected torch.no_grad() or rows "
+                                   "that do not require grad")
+        elif rows.dtype != self.w13.dtype:
+            raise ValueError(f"GroupedSwiGLU: expected rows of the weights' dtype {self.w13.dtype}, got {rows.dtype}")
         if self.w13.shape[0] == 0:
             # No token comes here. The result still depends on whatever wants gradients: the backward of combine is a
             # collective that no rank may leave out.
-            return torch.where(local_ids[:, :1] >= 0, rows, 0) + (self.w13.sum() + self.w2.sum()).to(rows.dtype)
+            nothing = self.w13.flatten().to(rows.dtype).sum() + self.w2.flatten().to(rows.dtype).sum()
+            return torch.where(local_ids[:, :1] >= 0, rows, 0) + nothing
         layout = expert_major(local_ids, self.w13.shape[0])
         slots = take_rows(rows, layout)
-        first, second = grouped_mm(slots, self.w13, layout.offsets).chunk(2, dim=1)
+        first, second = _product(slots, self.w13, self.w13_scale, layout.offsets).chunk(2, dim=1)
         gate, up = (first, second) if self.gate_first else (second, first)
         inner = nn.functional.silu(gate) * up
-        return sum_slots(grouped_mm(inner, self.w2, layout.offsets), weights, layout)
+        return sum_slots(_product(inner, self.w2, self.w2_scale, layout.offsets), weights, layout)
+
+
+def _product(
+    rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, offsets: torch.Tensor
+) -> torch.Tensor:
+    return grouped_mm(rows, weight, offsets) if scale is None else scaled_grouped_mm(rows, weight, scale, offsets)
 
 
 def _as_parameter(name: str, tensor: torch.Tensor) -> nn.Parameter:

@@ -1,4 +1,4 @@
-"""A Mixture-of-Experts layer over an expert-parallel group: dispatch, the experts of this rank, combine, in one module."""
+"""A Mixture-of-Experts layer over an expert-parallel group: dispatch, this rank's experts and combine in one module."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree
 
 from torch_moe_ep import functional
 from torch_moe_ep.bootstrap import BootstrapConfig
 from torch_moe_ep.communication import MoEEpCommunication, create_communication
+from torch_moe_ep.config import NVLinkOneSidedConfig, ShmOneSidedConfig
 from torch_moe_ep.experts import GroupedSwiGLU, IdentityExperts
 from torch_moe_ep.one_sided import OneSidedAlltoAll
 from torch_moe_ep.params import MoEEpCommParams
+from torch_moe_ep.payload import QuantFormat, dequantize, quantize
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(rows ``[W*R, H]``, local ids ``[W*R, K]`` int32 with -1 = not an expert of this rank, weights ``[W*R, K]``) to
@@ -26,10 +30,11 @@ class MoEEpTensors:
     """What one step of the layer takes; the names are those of ``flashinfer.moe_ep.MoEEpTensors``.
 
     Args:
-        hidden_states: ``[T, H]`` tokens of this rank.
+        hidden_states: ``[T, H]`` tokens of this rank in ``params.dtype``; where ``params.dispatch_format`` is one of
+            bytes, also values that :func:`~torch_moe_ep.quantize` has made.
         topk_ids: ``[T, K]`` int32 or int64 global expert ids; ids outside ``[0, E)`` select nothing.
         topk_weights: ``[T, K]`` floating point.
-        hidden_states_scale: scale factors of tokens that are quantized already; None otherwise.
+        hidden_states_scale: the scale factors of quantized tokens; None of others.
         runtime_max_tokens_per_rank: R, at least the largest T of the step over all ranks and equal on all of them; None
             is ``params.max_tokens_per_rank``. Fixed in a captured CUDA graph.
     """
@@ -41,6 +46,9 @@ class MoEEpTensors:
     runtime_max_tokens_per_rank: int | None = None
 
 
+_pytree.register_dataclass(MoEEpTensors, serialized_type_name="torch_moe_ep.MoEEpTensors")  # what torch.export asks for
+
+
 @dataclass(frozen=True)
 class MoEWeightPack:
     """The weights of this rank's experts; the names are those of ``flashinfer.moe_ep.MoEWeightPack``.
@@ -48,10 +56,13 @@ class MoEWeightPack:
     Args:
         w13: ``[L, 2*F, H]``, L = experts of this rank, F = inner size; see ``GroupedSwiGLUConfig.gate_first``.
         w2: ``[L, H, F]``.
+        w13_scale, w2_scale: of float8_e4m3fn weights, as :class:`~torch_moe_ep.GroupedSwiGLU` takes them.
     """
 
     w13: torch.Tensor
     w2: torch.Tensor
+    w13_scale: torch.Tensor | None = None
+    w2_scale: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +94,11 @@ class SplitConfig:
 class MoEEpLayer(nn.Module):
     """Dispatch, experts and combine; compiles as one graph.
 
+    With ``params.dispatch_format`` tokens are quantized before they are sent and dequantized where they arrive; the
+    gradient of a token passes as if it had not been rounded. Gradients themselves travel unquantized: a config or
+    communicator of your own needs ``extra_payload_bytes_per_token`` for what an unquantized row is longer than a
+    quantized one, or backward raises.
+
     Args:
         bootstrap: the group; not needed with ``group``.
         params: sizes of the layer; None with ``group`` is those of the group.
@@ -90,6 +106,8 @@ class MoEEpLayer(nn.Module):
         backend: a :class:`SplitConfig`; a name or config of a communication backend stands for ``SplitConfig(comm=)``.
         group: a communicator to use instead of making one. Layers that run one after the other share one, and with it
             its windows; whoever made it destroys it.
+        global_scale: a float32 scalar, equal on all ranks: that of :func:`~torch_moe_ep.quantize`, for the formats that
+            have one. A buffer, so that it is saved with the layer and can be written to.
         device: where the layer runs; None is the device of the weights or of the kernel's parameters, else the default.
 
     Raises:
@@ -100,6 +118,7 @@ class MoEEpLayer(nn.Module):
 
     order: torch.Tensor
     first_expert: torch.Tensor
+    global_scale: torch.Tensor | None
 
     def __init__(
         self,
@@ -109,6 +128,7 @@ class MoEEpLayer(nn.Module):
         backend: Any = None,
         *,
         group: MoEEpCommunication | None = None,
+        global_scale: torch.Tensor | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
@@ -116,38 +136,94 @@ class MoEEpLayer(nn.Module):
             backend = SplitConfig()
         elif not isinstance(backend, SplitConfig):
             backend = SplitConfig(comm=backend)
-        self.kernel = make_kernel(backend.kernel, weights)
-        where = _device(device, self.kernel)
+        kernel = make_kernel(backend.kernel, weights)
+        params = params or (group.params if group is not None else None)
+        if params is None or group is None and bootstrap is None:
+            raise ValueError("bootstrap, params: expected both, or a communicator as group=")
+        _check_global_scale(global_scale, params.dispatch_format)
+        where = group.order.device if group is not None else _device(device, kernel)
         self._owns_group = group is None
         if group is None:
-            if bootstrap is None or params is None:
-                raise ValueError("bootstrap, params: expected both, or a communicator as group=")
+            assert bootstrap is not None
+            local = params.local_experts(bootstrap.rank, bootstrap.world_size)
+            _check_kernel(kernel, params, len(local))
             group = _make_group(bootstrap, params, backend.comm, where)
-        self.group = group
-        self.params = params or group.params
+        else:
+            _check_group(group, backend.comm, device)
+            local = params.local_experts(group.ep_rank, group.ep_size)
+            _check_kernel(kernel, params, len(local))
+        self.kernel, self.group, self.params = kernel, group, params
         self.comm, self.ep_size, self.timeout_sec = group.comm, group.ep_size, group.timeout_sec
-        local = self.params.local_experts(group.ep_rank, group.ep_size)
-        self.num_local_experts = len(local)
-        self.register_buffer("order", group.order, persistent=False)
-        # A tensor, so that all ranks compile the same code.
-        first = torch.tensor([local.start], dtype=torch.int32, device=where)
-        self.register_buffer("first_expert", first, persistent=False)
+        self._first_expert, self.num_local_experts = local.start, len(local)
+        self.register_buffer("order", None, persistent=False)
+        self.register_buffer("first_expert", None, persistent=False)
+        self.register_buffer("global_scale", global_scale)
+        self._set_buffers()
 
     def forward(self, tensors: MoEEpTensors) -> torch.Tensor:
         """``[T, H]``: each token's weighted sum over its experts; zeros for a token that selects none. Collective."""
-        x, r = tensors.hidden_states, tensors.runtime_max_tokens_per_rank
+        quantized = self._check(tensors)
+        x, scale, g = tensors.hidden_states, tensors.hidden_states_scale, self.global_scale
+        params, r = self.params, tensors.runtime_max_tokens_per_rank
+        quant_format, hidden_size, dtype = params.dispatch_format, params.hidden_size, params.token_dtype
         if isinstance(self.group, OneSidedAlltoAll):
-            got = functional.dispatch(self, x, tensors.topk_ids, tensors.topk_weights, tokens_per_rank=r)
-            rows = self._experts(got.hidden_states, got.topk_ids, got.topk_weights)
-            return functional.combine(self, rows, got.routing, num_tokens=x.shape[0])
-        received = self.group.dispatch(x, tensors.topk_ids, tensors.topk_weights, runtime_max_tokens_per_rank=r)
-        return self.group.combine(self._experts(received.hidden_states, received.topk_ids, received.topk_weights))
+            if quant_format is None:
+                got = functional.dispatch(self, x, tensors.topk_ids, tensors.topk_weights, tokens_per_rank=r)
+                rows, ids, weights, routing = got.hidden_states, got.topk_ids, got.topk_weights, got.routing
+            else:
+                options = functional._Options(
+                    self.comm, self.ep_size, self.timeout_sec, params.max_tokens_per_rank if r is None else r,
+                    params.num_experts, params.invalid_expert_id,
+                )
+                rows, ids, weights, routing = _QuantizedDispatch.apply(
+                    x, tensors.topk_ids, tensors.topk_weights, scale, g, self.order, options, quant_format,
+                    hidden_size, dtype, quantized,
+                )
+            rows = self._experts(rows, ids, weights)
+            return functional.combine(self, rows, routing, num_tokens=x.shape[0])
+        if quant_format is not None and not quantized:
+            if x.requires_grad and torch.is_grad_enabled():
+                raise RuntimeError(
+                    f"MoEEpLayer: with {self.group.backend_name} a quantized dispatch has no gradient; expected "
+                    "torch.no_grad() or params.dispatch_format None"
+                )
+            x, scale = quantize(x, quant_format, global_scale=g)
+        received = self.group.dispatch(
+            x, tensors.topk_ids, tensors.topk_weights, hidden_states_scale=scale, runtime_max_tokens_per_rank=r
+        )
+        rows = received.hidden_states
+        if quant_format is not None:
+            rows = dequantize(rows, received.hidden_states_scale, quant_format, hidden_size, dtype, global_scale=g)
+        return self.group.combine(self._experts(rows, received.topk_ids, received.topk_weights))
 
-    def _experts(self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    def _check(self, tensors: MoEEpTensors) -> bool:
+        """Whether the tokens are quantized already. Raises if they do not fit."""
+        x, scale, params = tensors.hidden_states, tensors.hidden_states_scale, self.params
+        if tensors.topk_weights is None:
+            raise TypeError("MoEEpTensors.topk_weights: expected a tensor [T, K], got None; pass ones for a plain sum")
+        if scale is not None and params.dispatch_format is None:
+            raise ValueError("MoEEpTensors.hidden_states_scale: expected None, since params.dispatch_format is None")
+        if params.dispatch_format is not None and (scale is not None or x.dtype.itemsize == 1):
+            for name, tensor, expected in zip(
+                ("hidden_states", "hidden_states_scale"), (x, scale), params.dispatch_row, strict=True
+            ):
+                given = 0 if tensor is None else tensor[0:0].flatten(1).shape[1] * tensor.dtype.itemsize
+                if given != expected:
+                    raise ValueError(
+                        f"MoEEpTensors.{name}: expected rows of {expected} bytes for {params.dispatch_format.name} "
+                        f"and hidden size {params.hidden_size}, got {given}"
+                    )
+            return True
+        if x.shape[1:] != (params.hidden_size,):
+            raise ValueError(f"MoEEpTensors.hidden_states: expected [T, {params.hidden_size}], got {tuple(x.shape)}")
+        if x.dtype != params.token_dtype:
+            raise ValueError(f"MoEEpTensors.hidden_states: expected {params.token_dtype}, params.dtype, got {x.dtype}")
+        return False
+
+    def _experts(self, rows: torch.Tensor, ids: torch.Tensor, weights: Any) -> torch.Tensor:
         local = ids - self.first_expert
         here = (local >= 0) & (local < self.num_local_experts)
         local = torch.where(here, local, -1)
-        assert weights is not None
         weights = torch.where(here, weights, 0)
         if not getattr(self.kernel, "skips_empty_rows", False):
             rows = torch.where(here.any(1, keepdim=True), rows, 0)
@@ -158,16 +234,51 @@ class MoEEpLayer(nn.Module):
         if self._owns_group:
             self.group.destroy()
 
-    # One `order` tensor orders all layers of a communicator: no copy or conversion of the module may part them.
+    def _set_buffers(self) -> None:
+        # One `order` tensor orders all layers of a communicator: no copy or conversion of the module may part them.
+        self.order = self.group.order
+        # A tensor, so that all ranks compile the same code.
+        self.first_expert = torch.tensor([self._first_expert], dtype=torch.int32, device=self.order.device)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> MoEEpLayer:
         super()._apply(fn, recurse)
-        self.order = self.group.order
+        self._set_buffers()
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.order = self.group.order
+        self._set_buffers()
+
+
+class _QuantizedDispatch(torch.autograd.Function):
+    """Quantize, dispatch, dequantize; its backward is that of a dispatch of the unrounded rows."""
+
+    @staticmethod
+    def forward(ctx, x, topk_ids, topk_weights, scale, global_scale, order, options, quant_format, hidden_size, dtype,  # type: ignore[no-untyped-def]
+                quantized):
+        values = x
+        if not quantized:
+            values, scale = quantize(x, quant_format, global_scale=global_scale)
+        values, ids, weights, scales, _, routing = functional._dispatch(
+            values, topk_ids, topk_weights, scale, order, None, None, options
+        )
+        rows = dequantize(values, None if scale is None else scales, quant_format, hidden_size, dtype,
+                          global_scale=global_scale)
+        ctx.mark_non_differentiable(ids, routing)
+        ctx.save_for_backward(routing, order)
+        ctx.num_tokens, ctx.options, ctx.dtype = x.shape[0], options, x.dtype
+        return rows, ids, weights, routing
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_rows, _ids, grad_weights, _routing):  # type: ignore[no-untyped-def]
+        routing, order = ctx.saved_tensors
+        grad_x = grad_topk_weights = None
+        if ctx.needs_input_grad[0]:
+            grad_x = functional._combine(grad_rows, routing, order, ctx.num_tokens, None, ctx.options).to(ctx.dtype)
+        if ctx.needs_input_grad[2]:
+            grad_topk_weights = functional._combine(grad_weights, routing, order, ctx.num_tokens, None, ctx.options)
+        return grad_x, None, grad_topk_weights, None, None, None, None, None, None, None, None
 
 
 def make_kernel(kernel: Any, weights: MoEWeightPack | None) -> Kernel:
@@ -178,7 +289,9 @@ def make_kernel(kernel: Any, weights: MoEWeightPack | None) -> Kernel:
         if weights is None:
             raise ValueError("weights: expected a MoEWeightPack for the SwiGLU kernel, got None; or pass a kernel that "
                              "has its own weights as SplitConfig(kernel=...)")
-        return GroupedSwiGLU(weights.w13, weights.w2, gate_first=kernel.gate_first)
+        return GroupedSwiGLU(
+            weights.w13, weights.w2, weights.w13_scale, weights.w2_scale, gate_first=kernel.gate_first
+        )
     if weights is not None:
         raise ValueError(f"weights: expected None, since the kernel {kernel!r} takes none")
     if kernel == "identity":
@@ -197,9 +310,48 @@ def _device(given: torch.device | str | None, kernel: Any) -> torch.device:
     return tensors[0].device if tensors else torch.get_default_device()
 
 
+def _check_global_scale(scale: torch.Tensor | None, quant_format: QuantFormat | None) -> None:
+    if quant_format is not QuantFormat.NVFP4 and (scale is not None) != (quant_format is QuantFormat.FP8PerTensor):
+        raise ValueError(
+            f"global_scale: expected {'None' if scale is not None else 'a float32 scalar'} for "
+            f"params.dispatch_format {quant_format and quant_format.name}"
+        )
+
+
+def _check_kernel(kernel: Kernel, params: MoEEpCommParams, num_local_experts: int) -> None:
+    if not isinstance(kernel, GroupedSwiGLU):
+        return
+    for name, weight, axis in (("w13", kernel.w13, 2), ("w2", kernel.w2, 1)):
+        if (weight.shape[0], weight.shape[axis]) != (num_local_experts, params.hidden_size):
+            raise ValueError(
+                f"weights.{name}: expected {num_local_experts} local experts and hidden size {params.hidden_size} in "
+                f"{'[L, 2*F, H]' if axis == 2 else '[L, H, F]'}, got shape {tuple(weight.shape)}"
+            )
+
+
+def _check_group(group: MoEEpCommunication, comm: Any, device: torch.device | str | None) -> None:
+    name = getattr(comm, "backend_name", comm)
+    if name is not None and name != group.backend_name:
+        raise ValueError(f"SplitConfig.comm: expected None or {group.backend_name!r}, that of group=, got {comm!r}")
+    if device is not None and torch.device(device).type != group.order.device.type:
+        raise ValueError(f"device: expected None or {group.order.device}, that of group=, got {device}")
+
+
 def _make_group(
     bootstrap: BootstrapConfig, params: MoEEpCommParams, comm: Any, device: torch.device
 ) -> MoEEpCommunication:
     if comm is None:
         comm = "nvlink_one_sided" if device.type == "cuda" else "shm_one_sided"
-    return create_communication(bootstrap, params, comm)
+    configs = {"nvlink_one_sided": NVLinkOneSidedConfig, "shm_one_sided": ShmOneSidedConfig}
+    if params.dispatch_format is not None and isinstance(comm, str) and comm in configs:
+        # The gradients that come back to the experts travel like tokens, unquantized.
+        unquantized = params.hidden_size * params.token_dtype.itemsize
+        comm = configs[comm](extra_payload_bytes_per_token=max(0, unquantized - params.dispatch_bytes_per_token))
+    group = create_communication(bootstrap, params, comm)
+    if group.order.device.type != device.type:
+        group.destroy()
+        raise ValueError(
+            f"SplitConfig.comm: {group.backend_name} moves tensors on {group.order.device.type}, but the layer is on "
+            f"{device}; pass another backend, or weights on the backend's device"
+        )
+    return group
