@@ -24,9 +24,9 @@ from torch_moe_ep.integrations.transformers import ExpertParallelExperts, expert
 transformers = pytest.importorskip("transformers")
 
 CAPACITY = 64
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05}
-"""Allowed difference of logits, as a fraction of the largest: the experts' outputs of a token are added in another order,
-and in bfloat16 rounded where Transformers rounds elsewhere."""
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.03}
+"""Allowed difference of logits, as a fraction of the largest: a token's expert outputs are added in another order, and in
+bfloat16 rounded where Transformers rounds elsewhere."""
 
 
 def parallelize(rank: Rank, model: Any, **options: Any) -> Any:
@@ -190,7 +190,6 @@ SETTINGS = {
     "sampling": {"do_sample": True, "temperature": 0.7},
     "beams": {"num_beams": 2},
     "static cache": {"cache_implementation": "static"},
-    "without cache": {"use_cache": False},
     "candidates from the prompt": {"prompt_lookup_num_tokens": 2, "batch": 1},
 }
 
@@ -230,6 +229,8 @@ def refuse_what_falls_out_of_step(rank: Rank) -> None:
         model.generate(tokens, max_new_tokens=NEW[rank.rank], cache_implementation="static" if rank.rank else None)
     with pytest.raises(ValueError, match="prefill_chunk_size: expected None on every rank.*got \\[None, 2\\]"):
         model.generate(tokens, max_new_tokens=2, prefill_chunk_size=2 if rank.rank else None)
+    with pytest.raises(ValueError, match="use_cache: expected True on every rank"):
+        model.generate(tokens, max_new_tokens=2, use_cache=rank.rank == 0)
     with pytest.raises(ValueError, match="cache_implementation: .* got \\['paged', None\\]"):
         model.generate(tokens, max_new_tokens=2, cache_implementation=None if rank.rank else "paged")
     assert model.expert_parallel.communicators[0].describe()["rounds"] == 0
@@ -299,6 +300,12 @@ def test_unknown_models_are_refused() -> None:
         expert_parallel(torch.nn.Linear(2, 2), bootstrap, max_tokens_per_rank=4)
 
 
+def test_the_range_of_versions_is_that_of_the_package() -> None:
+    first, last = integration.SUPPORTED_VERSIONS
+    project = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    assert f'transformers = ["transformers>={first},<{last}"]' in project
+
+
 def test_arguments_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     bootstrap = BootstrapConfig(1, 0)
     model = make_model("Mixtral")
@@ -308,6 +315,7 @@ def test_arguments_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"tokens_per_rank": "all"}, ValueError, "tokens_per_rank: expected an int, None or 'agreed', got 'all'"),
         ({"device": "meta"}, ValueError, "device: the model has no memory"),
         ({"backend": "nobody"}, KeyError, "nobody"),
+        ({"device": "cuda", "backend": "shm_one_sided"}, ValueError, "backend: expected one for cuda tensors"),
     ):
         with pytest.raises(error, match=text):
             expert_parallel(model, bootstrap, **{"max_tokens_per_rank": CAPACITY, **options})
@@ -370,7 +378,7 @@ def test_agreement_is_no_part_of_a_graph(device: str) -> None:
 
 
 def compare_gradients(rank: Rank, family: str, checkpointing: bool, config: dict[str, Any]) -> None:
-    """The gradient of the sum of all ranks' losses: an expert's is on its rank, that of the rest is a sum over ranks."""
+    """The gradient of the sum of all ranks' losses: an expert's is on its rank, that of the rest the sum over ranks."""
 
     def loss_of(model: Any, rank_of_tokens: int) -> torch.Tensor:
         tokens = tokens_of(Rank(rank_of_tokens, rank.world_size, rank.device))

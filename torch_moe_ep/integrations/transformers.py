@@ -7,7 +7,6 @@ cache and the rest of the model stay Transformers' own. The weights and layouts 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -25,8 +24,8 @@ from torch_moe_ep.layer import MoEEpLayer, MoEEpTensors, SplitConfig
 from torch_moe_ep.params import MoEEpCommParams
 
 SUPPORTED_VERSIONS = (5, 6)
-"""Major versions of transformers, first included and last excluded. Version 4 has one module per expert in most families
-and hands gpt-oss's experts dense weights."""
+"""Major versions of transformers, first included and last excluded. In version 4 most families have one module per expert,
+and gpt-oss's experts take dense weights."""
 
 GROWING_CACHES = ("dynamic", "dynamic_full", "offloaded", "quantized")
 """Values of ``cache_implementation`` with which a sequence may have any length; the others hold a fixed number."""
@@ -164,8 +163,8 @@ class ExpertParallelExperts(MoEEpLayer):
 def _too_many_tokens(tokens: int, most: int, capacity: int, where: str) -> str:
     if most < capacity:
         return (
-            f"{where}: expected at most tokens_per_rank = {most} tokens (batch size times sequence length) in this step, "
-            f"got {tokens}; set model.expert_parallel.tokens_per_rank to at least that, the same on every rank"
+            f"{where}: expected at most tokens_per_rank = {most} tokens (batch size times sequence length) in this "
+            f"step, got {tokens}; set model.expert_parallel.tokens_per_rank to at least that, the same on every rank"
         )
     return (
         f"{where}: expected at most max_tokens_per_rank = {capacity} tokens (batch size times sequence length) in one "
@@ -207,8 +206,8 @@ class ExpertParallel:
         self._tokens_per_rank = value
 
     def agree(self, tokens: int) -> int:
-        """Sets ``tokens_per_rank`` to the power of two that holds every rank's ``tokens``, or to the capacity if that is
-        less, and returns it. Collective; raises ValueError on every rank alike if one has more than the capacity."""
+        """Sets ``tokens_per_rank`` to the power of two that holds every rank's ``tokens``, at most the capacity, and
+        returns it. Collective; raises ValueError on every rank alike if one has more than the capacity."""
         most = self._largest(tokens)
         if most > self.max_tokens_per_rank:
             raise ValueError(_too_many_tokens(most, self.max_tokens_per_rank, self.max_tokens_per_rank, "a rank"))
@@ -244,16 +243,16 @@ def expert_parallel(
     """Spreads the experts of a Transformers model over the ranks of a group, in place. Collective.
 
     Every rank passes the same model; afterwards it holds its own experts, as ``local_experts`` of
-    :class:`~torch_moe_ep.MoEEpCommParams` splits them, and all of the rest. Each rank runs its own tokens, and all ranks
-    run the same number of forward passes: a forward is a collective of every MoE layer. ``generate()`` therefore passes
+    :class:`~torch_moe_ep.MoEEpCommParams` splits them, and all of the rest. Each rank runs its own tokens, and all
+    ranks run the same number of forward passes: a forward is a collective of every MoE layer. ``generate()`` passes
     ``synced_gpus=True`` unless told otherwise: a rank whose sequences are finished goes on with steps whose results it
     drops until all ranks are done. ``save_pretrained()`` becomes a collective that writes the whole model on rank 0.
 
     Args:
         model: a ``PreTrainedModel`` with experts of one of :data:`FAMILIES`, unquantized.
         bootstrap: the group.
-        max_tokens_per_rank: C, the most tokens (batch size times sequence length, padding included) that a rank feeds in
-            one forward: of a prompt, not of one decoding step. Sizes the windows.
+        max_tokens_per_rank: C, the most tokens (batch size times sequence length, padding included) that a rank feeds
+            in one forward: of a prompt, not of one decoding step. Sizes the windows.
         backend: name or config of a communication backend; None is ``nvlink_one_sided`` on CUDA, ``shm_one_sided`` on
             CPU.
         tokens_per_rank: R of every step (see :attr:`ExpertParallel.tokens_per_rank`, by which it can be changed between
@@ -301,11 +300,16 @@ def expert_parallel(
         state.communicators = list(groups.values())
         if len(groups) < len(set(sizes.values())):
             state.destroy()
+    where = state.communicators[0].order.device
+    if where.type != device.type:
+        state.destroy()
+        raise ValueError(f"backend: expected one for {device.type} tensors, where the model is to run, got {backend!r} "
+                         f"for {where.type} tensors")
 
     for name, (experts, family) in layers.items():
         model.set_submodule(name, ExpertParallelExperts(experts, family, groups[sizes[name]], state, name))
     layers.clear()
-    model.to(state.communicators[0].order.device)
+    model.to(where)
     model.expert_parallel = state
     model.generate = MethodType(_generate, model)
     model.save_pretrained = MethodType(_save_pretrained, model)
@@ -352,7 +356,7 @@ def _find_experts(model: nn.Module) -> dict[str, tuple[Any, Family]]:
         kind = type(module).__name__
         if kind in _FAMILY_OF_CLASS:
             known[name] = (module, _FAMILY_OF_CLASS[kind])
-        elif re.search(r"Experts$|NaiveMoe$", kind) or hasattr(module, "gate_up_proj") and module.gate_up_proj.ndim == 3:
+        elif kind.endswith(("Experts", "NaiveMoe")) or isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
             unknown.add(kind)
     if unknown or not known:
         found = f"experts of class {', '.join(sorted(unknown))}" if unknown else "no experts"
@@ -416,14 +420,21 @@ def _check_steps(state: ExpertParallel, kwargs: dict[str, Any], config: Any) -> 
     given = [kwargs.get(name) for name in ("past_key_values", "cache")]
     kind = option("cache_implementation")
     grows = kind in (None, *GROWING_CACHES) and not any(getattr(cache, "is_compileable", False) for cache in given)
-    mine = (kind, grows, option("max_new_tokens"), option("prefill_chunk_size"))
-    kinds, growing, steps, chunks = (list(column) for column in zip(*state.exchange.allgather(mine), strict=True))
+    mine = (kind, grows, option("max_new_tokens"), option("prefill_chunk_size"), option("use_cache"))
+    kinds, growing, steps, chunks, caches = map(list, zip(*state.exchange.allgather(mine), strict=True))
     if "paged" in kinds:
-        raise ValueError(f"cache_implementation: continuous batching ('paged') does not keep ranks in step, got {kinds}")
+        raise ValueError(
+            f"cache_implementation: expected none of continuous batching, which does not keep ranks in step, got {kinds}"
+        )
     if chunks != [None] * len(chunks):
         raise ValueError(
             "prefill_chunk_size: expected None on every rank, since prompts of different lengths would give the ranks "
             f"different numbers of forward passes, got {chunks}"
+        )
+    if False in caches:
+        raise ValueError(
+            "use_cache: expected True on every rank, since several versions of transformers fail in the steps of a "
+            f"finished rank that has no cache, got {caches}"
         )
     if not all(growing) and (None in steps or len(set(steps)) > 1):
         raise ValueError(
