@@ -17,7 +17,7 @@ from ranks import Rank, RankPool
 from tiny_model import PATIENCE
 from transformers_models import CONFIGS, END, EXPERTS, LAYERS, make_model, prompt
 
-from torch_moe_ep import BootstrapConfig
+from torch_moe_ep import BootstrapConfig, QuantFormat
 from torch_moe_ep.integrations import transformers as integration
 from torch_moe_ep.integrations.transformers import ExpertParallelExperts, expert_parallel, gather_state_dict
 
@@ -25,8 +25,8 @@ transformers = pytest.importorskip("transformers")
 
 CAPACITY = 64
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.03}
-"""Allowed difference of logits, as a fraction of the largest: a token's expert outputs are added in another order, and in
-bfloat16 rounded where Transformers rounds elsewhere."""
+"""Allowed difference of logits, as a fraction of the largest: a token's expert outputs are added in another order, and
+in bfloat16 rounded where Transformers rounds elsewhere."""
 
 
 def parallelize(rank: Rank, model: Any, **options: Any) -> Any:
@@ -118,6 +118,34 @@ def run_what_stays(rank: Rank) -> None:
 
 def test_router_logits_and_copies(ranks: Callable[[int], RankPool]) -> None:
     ranks(2).run(run_what_stays, timeout=PATIENCE)
+
+
+@torch.no_grad()
+def send_quantized(rank: Rank) -> tuple[float, float, int]:
+    """The error of the logits with tokens sent as FP8 and as they are, and the bytes of a dispatched row."""
+    errors = []
+    for dispatch_format in (QuantFormat.MXFP8, None):
+        config = {"num_experts_per_tok": EXPERTS}  # to all, so that no rounding chooses other experts
+        model = make_model("Mixtral", device=rank.device, **config)
+        expected = model(tokens_of(rank)).logits
+        parallelize(rank, model, dispatch_format=dispatch_format)
+        errors.append(error_of(model(tokens_of(rank)).logits, expected))
+        sizes = model.expert_parallel.communicators[0].params
+        if dispatch_format is not None:
+            quantized = sizes.dispatch_bytes_per_token
+            with torch.enable_grad():
+                model(tokens_of(rank)).logits.square().mean().backward()
+            for module in expert_modules(model):
+                assert module.down_proj.grad.isfinite().all() and module.down_proj.grad.abs().max() > 1e-4
+        model.expert_parallel.destroy()
+    return errors[0], errors[1], quantized
+
+
+def test_tokens_sent_as_fp8(ranks: Callable[[int], RankPool]) -> None:
+    for quantized, plain, row_bytes in ranks(2).run(send_quantized, timeout=PATIENCE):
+        assert plain <= TOLERANCE[torch.float32]
+        assert 1e-4 < quantized < 0.2  # e4m3 keeps 3 bits of a mantissa: up to 1/16 for a value
+        assert row_bytes == 32 + 1  # 32 values of a byte and their scale
 
 
 # --- Memory -----------------------------------------------------------------------------------------------------------
@@ -315,7 +343,8 @@ def test_arguments_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"tokens_per_rank": "all"}, ValueError, "tokens_per_rank: expected an int, None or 'agreed', got 'all'"),
         ({"device": "meta"}, ValueError, "device: the model has no memory"),
         ({"backend": "nobody"}, KeyError, "nobody"),
-        ({"device": "cuda", "backend": "shm_one_sided"}, ValueError, "backend: expected one for cuda tensors"),
+        ({"device": "cuda", "backend": "shm_one_sided"}, ValueError, "but the layer is on cuda"),
+        ({"dispatch_format": QuantFormat.FP8PerTensor}, ValueError, "dispatch_format: .* without a global scale"),
     ):
         with pytest.raises(error, match=text):
             expert_parallel(model, bootstrap, **{"max_tokens_per_rank": CAPACITY, **options})
@@ -415,6 +444,48 @@ def test_gradients_equal_one_process(ranks: Callable[[int], RankPool], family: s
 
 def test_gradients_with_a_rank_without_experts(ranks: Callable[[int], RankPool]) -> None:
     ranks(4).run(compare_gradients, "gpt-oss", False, {"num_local_experts": 3}, timeout=PATIENCE)
+
+
+class Poison(torch.autograd.Function):
+    """What a grouped kernel may leave in slots without a pair: ``value`` in the forward, NaN in the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, slots: torch.Tensor, offsets: torch.Tensor, value: float) -> torch.Tensor:
+        ctx.save_for_backward(offsets)
+        return Poison.fill(slots, offsets, value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return Poison.fill(grad, *ctx.saved_tensors, float("nan")), None, None
+
+    @staticmethod
+    def fill(slots: torch.Tensor, offsets: torch.Tensor, value: float) -> torch.Tensor:
+        empty = torch.arange(len(slots), device=slots.device) >= offsets[-1]
+        assert empty.any()
+        return slots.masked_fill(empty.unsqueeze(1), value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1.0])  # a clamp has no gradient at NaN
+@pytest.mark.parametrize("family", ["Mixtral", "gpt-oss"])
+def test_slots_without_a_pair_reach_nothing(
+    monkeypatch: pytest.MonkeyPatch, device: str, family: str, value: float
+) -> None:
+    grouped_mm = integration.grouped_mm
+
+    def poisoned(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return Poison.apply(grouped_mm(Poison.apply(rows, offsets, value), weight, offsets), offsets, value)
+
+    monkeypatch.setattr(integration, "grouped_mm", poisoned)
+    tokens, models = prompt(0, 2, 7, device), [make_model(family, device=device) for _ in range(2)]
+    expert_parallel(models[1], BootstrapConfig(1, 0), max_tokens_per_rank=CAPACITY)
+    losses = [model(tokens, labels=tokens).loss for model in models]
+    torch.testing.assert_close(losses[1], losses[0])
+    for loss in losses:
+        loss.backward()
+    for (name, mine), (same, theirs) in zip(*(model.named_parameters() for model in reversed(models)), strict=True):
+        assert name == same  # in the same order, as the state of an optimizer has it
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    models[1].expert_parallel.destroy()
 
 
 # --- Checkpoints ------------------------------------------------------------------------------------------------------

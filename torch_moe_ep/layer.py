@@ -147,7 +147,7 @@ class MoEEpLayer(nn.Module):
             assert bootstrap is not None
             local = params.local_experts(bootstrap.rank, bootstrap.world_size)
             _check_kernel(kernel, params, len(local))
-            group = _make_group(bootstrap, params, backend.comm, where)
+            group = make_group(bootstrap, params, backend.comm, where)
         else:
             _check_group(group, backend.comm, device)
             local = params.local_experts(group.ep_rank, group.ep_size)
@@ -337,9 +337,11 @@ def _check_group(group: MoEEpCommunication, comm: Any, device: torch.device | st
         raise ValueError(f"device: expected None or {group.order.device}, that of group=, got {device}")
 
 
-def _make_group(
-    bootstrap: BootstrapConfig, params: MoEEpCommParams, comm: Any, device: torch.device
+def make_group(
+    bootstrap: BootstrapConfig, params: MoEEpCommParams, comm: Any, device: torch.device, **options: Any
 ) -> MoEEpCommunication:
+    """A communicator for layers on ``device``, by what ``SplitConfig.comm`` says; ``options`` as for
+    :func:`~torch_moe_ep.create_communication`. Collective."""
     if comm is None:
         comm = "nvlink_one_sided" if device.type == "cuda" else "shm_one_sided"
     configs = {"nvlink_one_sided": NVLinkOneSidedConfig, "shm_one_sided": ShmOneSidedConfig}
@@ -347,7 +349,7 @@ def _make_group(
         # The gradients that come back to the experts travel like tokens, unquantized.
         unquantized = params.hidden_size * params.token_dtype.itemsize
         comm = configs[comm](extra_payload_bytes_per_token=max(0, unquantized - params.dispatch_bytes_per_token))
-    group = create_communication(bootstrap, params, comm)
+    group = create_communication(bootstrap, params, comm, **options)
     if group.order.device.type != device.type:
         group.destroy()
         raise ValueError(

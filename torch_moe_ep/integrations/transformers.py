@@ -18,13 +18,14 @@ import torch.distributed as dist
 from torch import nn
 
 from torch_moe_ep.bootstrap import BootstrapConfig, TorchDistributedCommBackend, choose_comm_backend
-from torch_moe_ep.communication import MoEEpCommunication, create_communication
+from torch_moe_ep.communication import MoEEpCommunication
 from torch_moe_ep.experts import expert_major, grouped_mm, sum_slots, take_rows
-from torch_moe_ep.layer import MoEEpLayer, MoEEpTensors, SplitConfig
+from torch_moe_ep.layer import MoEEpLayer, MoEEpTensors, SplitConfig, make_group
 from torch_moe_ep.params import MoEEpCommParams
+from torch_moe_ep.payload import QuantFormat
 
 SUPPORTED_VERSIONS = (5, 6)
-"""Major versions of transformers, first included and last excluded. In version 4 most families have one module per expert,
+"""Major versions of transformers, first included and last excluded. In version 4 most families have a module per expert
 and gpt-oss's experts take dense weights."""
 
 GROWING_CACHES = ("dynamic", "dynamic_full", "offloaded", "quantized")
@@ -64,8 +65,10 @@ class Family:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        weights = ("gate_up_proj", "down_proj")
-        return weights + tuple(f"{name}_bias" for name in weights) if self.biased else weights
+        """Names, in the order in which Transformers' module has them."""
+        if self.biased:
+            return "gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"
+        return "gate_up_proj", "down_proj"
 
 
 FAMILIES = {
@@ -238,6 +241,7 @@ def expert_parallel(
     backend: Any = None,
     tokens_per_rank: int | str | None = None,
     device: torch.device | str | None = None,
+    dispatch_format: QuantFormat | None = None,
     namespace: str = "",
 ) -> Any:
     """Spreads the experts of a Transformers model over the ranks of a group, in place. Collective.
@@ -261,6 +265,9 @@ def expert_parallel(
             part of a graph; a model compiled with ``fullgraph=True`` sets an int.
         device: where the model is to run: it is moved there after the other ranks' experts are gone, so that a GPU need
             not hold them at any time. None is where its experts are.
+        dispatch_format: the :class:`~torch_moe_ep.QuantFormat` in which tokens travel to the experts, which get them
+            back in their own dtype; None sends them as they are. One without a global scale. A backend given as a
+            config needs ``extra_payload_bytes_per_token`` for training, as :class:`~torch_moe_ep.MoEEpLayer` says.
         namespace: other than "", asks for windows that no other communicator shares; needed by models that run at once.
 
     Returns:
@@ -281,9 +288,9 @@ def expert_parallel(
     device = torch.device(device)
     if device.type == "meta":
         raise ValueError("device: the model has no memory (device meta); expected the device where it is to run")
-    if backend is None:
-        backend = "nvlink_one_sided" if device.type == "cuda" else "shm_one_sided"
-    sizes = {name: _sizes(model, name, *layer, max_tokens_per_rank) for name, layer in layers.items()}
+    if dispatch_format is QuantFormat.FP8PerTensor:
+        raise ValueError("dispatch_format: expected a format without a global scale, got FP8PerTensor")
+    sizes = {name: _sizes(model, name, *layer, max_tokens_per_rank, dispatch_format) for name, layer in layers.items()}
 
     state = ExpertParallel(
         bootstrap, max_tokens_per_rank, tokens_per_rank == "agreed", getattr(backend, "comm_backend", None)
@@ -295,21 +302,16 @@ def expert_parallel(
     try:
         for params in sizes.values():
             if params not in groups:
-                groups[params] = create_communication(bootstrap, params, backend, **options)
+                groups[params] = make_group(bootstrap, params, backend, device, **options)
     finally:  # so that whoever catches an error of the second finds nothing left of the first
         state.communicators = list(groups.values())
         if len(groups) < len(set(sizes.values())):
             state.destroy()
-    where = state.communicators[0].order.device
-    if where.type != device.type:
-        state.destroy()
-        raise ValueError(f"backend: expected one for {device.type} tensors, where the model is to run, got {backend!r} "
-                         f"for {where.type} tensors")
 
     for name, (experts, family) in layers.items():
         model.set_submodule(name, ExpertParallelExperts(experts, family, groups[sizes[name]], state, name))
     layers.clear()
-    model.to(where)
+    model.to(state.communicators[0].order.device)
     model.expert_parallel = state
     model.generate = MethodType(_generate, model)
     model.save_pretrained = MethodType(_save_pretrained, model)
@@ -367,7 +369,9 @@ def _find_experts(model: nn.Module) -> dict[str, tuple[Any, Family]]:
     return known
 
 
-def _sizes(model: Any, name: str, experts: Any, family: Family, max_tokens_per_rank: int) -> MoEEpCommParams:
+def _sizes(
+    model: Any, name: str, experts: Any, family: Family, max_tokens_per_rank: int, dispatch_format: QuantFormat | None
+) -> MoEEpCommParams:
     config = model.config.get_text_config()
     count, hidden = experts.gate_up_proj.shape[0], config.hidden_size
     down, gate_up = experts.down_proj.shape, experts.gate_up_proj.shape
@@ -380,7 +384,7 @@ def _sizes(model: Any, name: str, experts: Any, family: Family, max_tokens_per_r
             f"{tuple(gate_up)} and {tuple(down)}"
         )
     return MoEEpCommParams(
-        count, config.num_experts_per_tok, max_tokens_per_rank, hidden, dtype=experts.down_proj.dtype
+        count, config.num_experts_per_tok, max_tokens_per_rank, hidden, experts.down_proj.dtype, dispatch_format
     )
 
 
@@ -424,7 +428,8 @@ def _check_steps(state: ExpertParallel, kwargs: dict[str, Any], config: Any) -> 
     kinds, growing, steps, chunks, caches = map(list, zip(*state.exchange.allgather(mine), strict=True))
     if "paged" in kinds:
         raise ValueError(
-            f"cache_implementation: expected none of continuous batching, which does not keep ranks in step, got {kinds}"
+            "cache_implementation: expected none of continuous batching, which does not keep ranks in step, got "
+            f"{kinds}"
         )
     if chunks != [None] * len(chunks):
         raise ValueError(
