@@ -1,10 +1,15 @@
-"""Time of a dispatch+combine pair between processes of one host, against all_to_all_single on gloo in the same run."""
+"""Time of a dispatch+combine pair between processes of one host, against all_to_all_single on gloo in the same run.
+
+Three users of gloo: the baseline, written for speed alone, and the backend torch_distributed with and without its
+check of every step.
+"""
 
 from __future__ import annotations
 
 import argparse
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +18,15 @@ import torch.distributed as dist
 import torch_moe_ep
 from benchmarks.c10d_baseline import C10dAlltoAll
 from benchmarks.harness import DTYPES, Results, parser, run_ranks, summary, time_interleaved
-from torch_moe_ep import BootstrapConfig, MoEEpCommParams, create_communication
+from torch_moe_ep import (
+    BootstrapConfig,
+    MoEEpCommParams,
+    MoEEpCommunication,
+    TorchDistributedConfig,
+    create_communication,
+)
+
+COLLECTIVES = {"torch_distributed": True, "torch_distributed_unchecked": False}  # name: check_steps
 
 
 def routing(rank: int, tokens: int, experts: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,14 +58,18 @@ def measure(
     params = MoEEpCommParams(experts, k, max(steps), hidden_size, dtype)
     comm = create_communication(BootstrapConfig(world_size, rank), params, "shm_one_sided")
     baseline = C10dAlltoAll(params, world_size)
+    collectives = {
+        name: create_communication(BootstrapConfig(world_size, rank), params, TorchDistributedConfig(check_steps=check))
+        for name, check in COLLECTIVES.items()
+    }
     measured = []
     for tokens in steps:
         ids, weights = routing(rank, tokens, experts, k)
         hidden = torch.randn(tokens, hidden_size, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
-        def ours() -> tuple[torch_moe_ep.Dispatched, torch.Tensor]:
-            received = torch_moe_ep.dispatch(comm, hidden, ids, weights, tokens_per_rank=tokens)  # noqa: B023
-            return received, torch_moe_ep.combine(comm, received.hidden_states, received.routing, num_tokens=tokens)  # noqa: B023
+        def pair(group: MoEEpCommunication) -> tuple[torch_moe_ep.Dispatched, torch.Tensor]:
+            received = torch_moe_ep.dispatch(group, hidden, ids, weights, tokens_per_rank=tokens)  # noqa: B023
+            return received, torch_moe_ep.combine(group, received.hidden_states, received.routing, num_tokens=tokens)  # noqa: B023
 
         # The experts are the identity. The rows of a record are not contiguous, and what all_to_all_single sends back
         # must be: experts would write their output there.
@@ -63,11 +80,16 @@ def measure(
             return received, baseline.combine(expert_output, received)  # noqa: B023
 
         with torch.inference_mode():
-            received, out = ours()
+            received, out = pair(comm)
             expected = baseline.dispatch(hidden, ids, weights, tokens)
             expert_output.copy_(expected.hidden_states)
             assert_equal_bits(received, expected, out, baseline.combine(expert_output, expected), experts)
-            taken = time_interleaved({"ours": ours, "gloo": theirs}, repeats, seconds, dist.barrier)
+            for group in collectives.values():
+                rows, sums = pair(group)
+                assert_equal_bits(rows, expected, sums, out, experts)
+            runs = {"ours": partial(pair, comm), "gloo": theirs}
+            runs |= {name: partial(pair, group) for name, group in collectives.items()}
+            taken = time_interleaved(runs, repeats, seconds, dist.barrier)
         routed = sum(len(set((row // (experts // world_size)).tolist()) - {rank}) for row in ids)
         measured.append({"tokens": tokens, "taken": taken, "bytes": 2 * routed * hidden_size * dtype.itemsize})
         del received, out, expected
@@ -108,6 +130,11 @@ def report(benchmark: str, a: argparse.Namespace) -> None:
                 tokens=rows[0]["tokens"], repeats=a.repeats,
                 **summary(us), **{f"gloo_{key}": value for key, value in summary(gloo).items()},
                 **summary([g / o for g, o in zip(gloo, us, strict=True)], "ratio"),
+                **{
+                    f"{name}_{key}": value
+                    for name in COLLECTIVES
+                    for key, value in summary(slowest(rows, name)).items()
+                },
                 bytes_to_peers=max(row["bytes"] for row in rows), window_bytes=rows[0]["window_bytes"],
             )
 

@@ -35,7 +35,7 @@ LAYERS, HIDDEN, INNER, EXPERTS, TOP_K, HEADS = 2, 64, 96, 10, 2, 4  # EXPERTS di
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 # float64 shows that the computation is the same one. In float32 sums in another order differ in the last bits, and
 # training multiplies what differs. A quantized dispatch is another computation.
-TOLERANCE = {"float64": 1e-12, "float32": 1e-3, "MXFP8": 3e-2}
+TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "MXFP8": 2e-2}
 
 
 class PlainExperts(nn.Module):

@@ -25,6 +25,7 @@ from torch_moe_ep import (
     NVLinkOneSidedConfig,
     QuantFormat,
     ShmOneSidedConfig,
+    TorchDistributedConfig,
     create_communication,
 )
 
@@ -243,17 +244,24 @@ def backend_config(device: torch.device | str, **options: Any) -> NVLinkOneSided
 
 
 def make_group(
-    case: Case, ep_size: int, rank: int, device: torch.device | str, *, namespace: str = "", **options: Any
+    case: Case, ep_size: int, rank: int, device: torch.device | str, *, namespace: str = "", backend: str = "one_sided",
+    **options: Any,
 ) -> MoEEpCommunication:
-    """A communicator with windows exactly as large as the case needs."""
-    config = backend_config(device, **{**case.options(), **options})
+    """A communicator with windows exactly as large as the case needs, or without any (backend "torch_distributed")."""
+    config: Any
+    if backend == "torch_distributed":
+        config = TorchDistributedConfig(**options)
+    else:
+        config = backend_config(device, **{**case.options(), **options})
     return create_communication(BootstrapConfig(ep_size, rank), case.params(ep_size), config, namespace=namespace)
 
 
-def roomy_group(ep_size: int, rank: int, device: torch.device | str, *, namespace: str = "") -> MoEEpCommunication:
+def roomy_group(
+    ep_size: int, rank: int, device: torch.device | str, *, namespace: str = "", backend: str = "one_sided"
+) -> MoEEpCommunication:
     """A communicator on which every case fits (see :func:`group_for`)."""
     params = MoEEpCommParams(num_experts=64, top_k=32, max_tokens_per_rank=32, hidden_size=2048, dtype=torch.float64)
-    config = backend_config(
+    config = TorchDistributedConfig() if backend == "torch_distributed" else backend_config(
         device, extra_payload_bytes_per_token=64, eplb_stats_num_experts=16, enable_rank_mask=True,
         timeout_sec=TIMEOUT_SEC,
     )

@@ -20,6 +20,14 @@ def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.fixture(params=["one_sided", "torch_distributed"])
+def backend(request: pytest.FixtureRequest, device: str) -> str:
+    """For `make_group` and `open_group`: the one-sided backend of the device, or the one over collectives."""
+    if request.param == "torch_distributed" and device == "cuda":
+        pytest.skip("the pools have gloo groups, which move no CUDA tensors")
+    return request.param
+
+
 @pytest.fixture(scope="session")
 def _pools() -> Iterator[dict[tuple[int, str], RankPool]]:
     pools: dict[tuple[int, str], RankPool] = {}

@@ -72,9 +72,9 @@ def held(outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     return combined, ids, *[rows[(ids >= 0).any(1)] for rows in payload]
 
 
-def compare_pair(rank: Rank, through: str, dynamic: bool | None) -> list[int]:
+def compare_pair(rank: Rank, through: str, dynamic: bool | None, backend: str) -> list[int]:
     torch._dynamo.reset()
-    group = open_group(rank.rank, rank.world_size, rank.device.type)
+    group = open_group(rank.rank, rank.world_size, rank.device.type, backend=backend)
     compiled = torch.compile(pair, fullgraph=True, dynamic=dynamic)
     for count in (5, 0, 1, 6, CAPACITY):
         inputs = some_routes((count + 3 * rank.rank) % (CAPACITY + 1), rank.rank, rank.device)
@@ -91,17 +91,20 @@ def compare_pair(rank: Rank, through: str, dynamic: bool | None) -> list[int]:
 @pytest.mark.parametrize("dynamic", [True, False, None])
 @pytest.mark.parametrize("through", LAYERS)
 def test_ops_give_the_bits_of_eager(
-    ranks: Callable[[int], RankPool], through: str, dynamic: bool | None, world_size: int
+    ranks: Callable[[int], RankPool], through: str, dynamic: bool | None, world_size: int, backend: str
 ) -> None:
-    assert ranks(world_size).run(compare_pair, through, dynamic, timeout=PATIENCE) == [[]] * world_size
+    assert ranks(world_size).run(compare_pair, through, dynamic, backend, timeout=PATIENCE) == [[]] * world_size
 
 
 # --- A model of several layers --------------------------------------------------------------------------------------
 
 
-def compare_model(rank: Rank, through: str) -> None:
+def compare_model(rank: Rank, through: str, backend: str) -> None:
     torch._dynamo.reset()
-    groups = [open_group(rank.rank, rank.world_size, rank.device.type, namespace=name) for name in ("", "", "b")]
+    groups = [
+        open_group(rank.rank, rank.world_size, rank.device.type, namespace=name, backend=backend)
+        for name in ("", "", "b")
+    ]
     model = make_model(groups, layer=LAYERS[through])
     reference = make_reference(3, torch.float32, rank.device)
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
@@ -116,22 +119,22 @@ def compare_model(rank: Rank, through: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_model_equals_eager_and_one_process(ranks: Callable[[int], RankPool], world_size: int) -> None:
-    ranks(world_size).run(compare_model, "functions", timeout=PATIENCE)
+def test_model_equals_eager_and_one_process(ranks: Callable[[int], RankPool], world_size: int, backend: str) -> None:
+    ranks(world_size).run(compare_model, "functions", backend, timeout=PATIENCE)
 
 
-def test_model_through_the_classes(ranks: Callable[[int], RankPool]) -> None:
-    ranks(2).run(compare_model, "classes", timeout=PATIENCE)
+def test_model_through_the_classes(ranks: Callable[[int], RankPool], backend: str) -> None:
+    ranks(2).run(compare_model, "classes", backend, timeout=PATIENCE)
 
 
 # --- Graphs ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("through", LAYERS)
-def test_graphs_for_every_number_of_tokens(device: str, through: str) -> None:
+def test_graphs_for_every_number_of_tokens(device: str, through: str, backend: str) -> None:
     """One graph for 0 tokens, one for 1 and one for all others with dynamic=True; a single one where dimension 0 is
     unbacked; one per number without dynamic shapes; two where PyTorch finds out by itself (2, then 'dynamic')."""
-    group = open_group(0, 1, device)
+    group = open_group(0, 1, device, backend=backend)
     model = make_model([group, group], layer=LAYERS[through])
 
     def count_graphs(dynamic: bool | None, counts: list[int], prepare: Callable[[torch.Tensor], None]) -> int:
@@ -159,8 +162,8 @@ def test_graphs_for_every_number_of_tokens(device: str, through: str) -> None:
 
 
 @pytest.mark.parametrize("through", LAYERS)
-def test_no_graph_break(device: str, through: str) -> None:
-    group = open_group(0, 1, device)
+def test_no_graph_break(device: str, through: str, backend: str) -> None:
+    group = open_group(0, 1, device, backend=backend)
     explained = torch._dynamo.explain(make_model([group, group], layer=LAYERS[through]))(tokens(5, device=device))
     assert (explained.graph_count, explained.graph_break_count) == (1, 0)
     group.destroy()

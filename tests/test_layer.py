@@ -171,7 +171,8 @@ def make_layer(case: Case, rank: Rank, dtype: torch.dtype, **options: Any) -> Mo
     params = options.pop("params", None) or params_of(case, dtype)
     local = params.local_experts(rank.rank, rank.world_size)
     w13, w2 = (nn.Parameter(w[local.start : local.stop].to(rank.device)) for w in full_weights(case.num_experts, dtype))
-    return MoEEpLayer(BootstrapConfig(rank.world_size, rank.rank), params, MoEWeightPack(w13, w2), **options)
+    bootstrap = BootstrapConfig(rank.world_size, rank.rank, device=rank.device.index)
+    return MoEEpLayer(bootstrap, params, MoEWeightPack(w13, w2), **options)
 
 
 def run_layer(layer: nn.Module, case: Case, rank: Rank, dtype: torch.dtype, kernel: nn.Module) -> Gradients:
@@ -342,6 +343,26 @@ def test_any_backend_class(device: str) -> None:
     inner.destroy()
     assert group.asked[0]["runtime_max_tokens_per_rank"] == 9
     assert_close(got, expected_of(case, 1, 0, torch.float64), "class", rtol=1e-9, atol=1e-11)
+
+
+def same_bits_over_collectives(rank: Rank) -> None:
+    case, results = CASES["dirty"], []
+    for comm in (None, "torch_distributed"):
+        for quant_format in (None, QuantFormat.MXFP8):
+            layer = make_layer(
+                case, rank, torch.float32, backend=SplitConfig(comm=comm),
+                params=replace(params_of(case, torch.float32), dispatch_format=quant_format),
+            )
+            assert (layer.group.backend_name == "torch_distributed") == (comm is not None)
+            with nan_in_fresh_tensors():
+                results.append(run_layer(layer, case, rank, torch.float32, layer.kernel))
+            layer.destroy()
+    assert_close(results[2], results[0], "over collectives", rtol=0, atol=0)
+    assert_close(results[3], results[1], "over collectives, quantized", rtol=0, atol=0)
+
+
+def test_the_same_bits_over_collectives(ranks: Callable[[int], RankPool]) -> None:
+    ranks(2).run(same_bits_over_collectives, timeout=PATIENCE)
 
 
 # --- FP8 weights ------------------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
+import re
 from collections.abc import Callable
 from types import ModuleType
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from cases import backend_config
 from ranks import Rank, RankPool
 from tiny_model import PATIENCE
+from torch._dynamo.utils import counters
 
 import torch_moe_ep
 from torch_moe_ep import (
@@ -351,16 +352,16 @@ MX = quantize(X, Q.MXFP8)
         (lambda: quantize(ONE, Q.MXFP8), ValueError, "hidden_states: expected at least 1 dimension"),
         (lambda: quantize(X, Q.FP8PerTensor), ValueError, "global_scale: FP8PerTensor needs one"),
         (lambda: quantize(X, Q.MXFP8, global_scale=ONE), ValueError, "global_scale: MXFP8 has none"),
-        (lambda: quantize(X, Q.NVFP4, global_scale=X), ValueError, r"global_scale: expected 1 element, got .*\(2, 64\)"),
+        (lambda: quantize(X, Q.NVFP4, global_scale=X), ValueError, "global_scale: expected 1 element, got .*2, 64"),
         (lambda: quantize(X, Q.NVFP4, global_scale=ONE.half()), TypeError, "global_scale: expected float32, got .*16"),
         (lambda: global_scale_of(X, Q.MXFP8), ValueError, "quant_format: MXFP8 has no global scale"),
         (lambda: dequantize(*MX, Q.MXFP8, 64, torch.int8), TypeError, "dtype: expected bfloat16, .*got torch.int8"),
         (lambda: dequantize(*MX, Q.MXFP8, 65, torch.float32), ValueError, r"values: expected \[\*, 65\] for MXFP8"),
         (lambda: dequantize(X, MX[1], Q.MXFP8, 64, torch.float32), TypeError, "values: expected torch.float8_e4m3fn"),
-        (lambda: dequantize(MX[0], None, Q.MXFP8, 64, torch.float32), ValueError, r"scale: expected \[\*, 2\] of .*None"),
+        (lambda: dequantize(MX[0], None, Q.MXFP8, 64, torch.float32), ValueError, "scale: expected .*, 2. of .*None"),
         (lambda: dequantize(MX[0], X[:, :2], Q.MXFP8, 64, torch.float32), TypeError, "scale: expected torch.uint8 for"),
         (lambda: dequantize(MX[0], MX[1][:, :1], Q.MXFP8, 64, torch.float32), ValueError, r"scale: expected \[\*, 2\]"),
-        (lambda: dequantize(MX[0], MX[1][:1], Q.MXFP8, 64, torch.float32), ValueError, r"one row per row.*\(2,\).*\(1,\)"),
+        (lambda: dequantize(MX[0], MX[1][:1], Q.MXFP8, 64, torch.float32), ValueError, r"one row per row.*2,.*1,"),
         (lambda: dequantize(MX[0], MX[1], Q.FP8PerTensor, 64, torch.float32, global_scale=ONE), ValueError,
          "scale: expected None for FP8PerTensor"),
     ],
@@ -390,34 +391,31 @@ def test_scales_may_come_as_what_matrix_products_take() -> None:
 def test_compiled_gives_the_same_bits(device: str, fmt: QuantFormat) -> None:
     """Of one graph for T of 0, 1 and more, by Inductor on CPU; on a GPU its divisions may round otherwise."""
     torch._dynamo.reset()
-    graphs = 0
+    counters.clear()
 
-    def count_graphs(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
-        nonlocal graphs
-        graphs += 1
-        return torch._inductor.compile(graph, inputs) if device == "cpu" else graph
-
-    def there_and_back(x: torch.Tensor, g: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def there_and_back(
+        x: torch.Tensor, g: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         values, scale = quantize(x, fmt, global_scale=g)
         return values, scale, dequantize(values, scale, fmt, x.shape[1], x.dtype, global_scale=g)
 
-    run = torch.compile(there_and_back, fullgraph=True, dynamic=True, backend=count_graphs)
+    backend = "inductor" if device == "cpu" else "aot_eager"
+    run = torch.compile(there_and_back, fullgraph=True, dynamic=True, backend=backend)
     for count in (6, 3, 1, 0):
         x = make_rows("wide", max(count, 1), 200, torch.bfloat16)[:count].to(device)
         x[1:2, 3], x[2:3, 150] = math.nan, math.inf
         g = torch.full((), 0.25, device=device) if fmt in (Q.FP8PerTensor, Q.NVFP4) else None
-        for got, expected in zip(run(x, g), there_and_back(x, g), strict=True):
-            assert (got is None) == (expected is None)
-            if got is not None and expected is not None and got.dtype in (torch.bfloat16, torch.float32):
-                torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
-            elif got is not None and expected is not None:
-                bad = torch.zeros(x.shape, dtype=torch.bool)  # bytes of values in a spoilt block are unspecified
-                bad[1:2, :128], bad[2:3, 128:] = True, True
-                same = got.view(torch.uint8).cpu() == expected.view(torch.uint8).cpu()
-                if fmt in BLOCKS and got.shape[-1] in (100, 200):
-                    same |= bad[:, ::2] if got.shape[-1] == 100 else bad
-                assert same.all()
-    assert graphs <= 3  # several, 1, 0
+        (values, scale, back), (values_, scale_, back_) = run(x, g), there_and_back(x, g)
+        torch.testing.assert_close(back, back_, rtol=0, atol=0, equal_nan=True)
+        assert (scale is None) == (scale_ is None)
+        if scale is not None:
+            torch.testing.assert_close(scale.float(), scale_.float(), rtol=0, atol=0, equal_nan=True)
+        sound = torch.ones_like(x, dtype=torch.bool)  # bytes of values in a spoilt block are unspecified
+        sound[1:2, :128] = sound[2:3, 128:] = False
+        if values.dtype == torch.uint8:
+            sound = sound[:, ::2]
+        assert torch.equal(values.float()[sound], values_.float()[sound])
+    assert counters["stats"]["unique_graphs"] <= 3  # several tokens, 1, 0
 
 
 @pytest.mark.parametrize("fmt", [Q.FP8PerTensor, *BLOCKS], ids=lambda fmt: fmt.name)
@@ -438,10 +436,12 @@ def test_inductor_fuses_a_norm_and_its_quantization(fmt: QuantFormat) -> None:
     got = dequantize(values, scale, fmt, 512, torch.float32, global_scale=g)
     exact = torch.nn.functional.rms_norm(x.double(), (512,), norm.weight.double())
     assert (got.double() - exact).norm() / exact.norm() < (0.04 if fmt in E4M3 else 0.15)
-    assert code.count("async_compile.cpp_pybinding(") == 1 and "extern_kernels" not in code
-    rows = [line for line in code.splitlines() if "= empty_strided_cpu(" in line and ", 1), (" not in line]
+    assert code.count("async_compile.cpp_pybinding(") == 1 and "extern_kernels." not in code
+    widths = [math.prod(int(n) for n in re.findall(r"\b\d+\b", size))  # per row
+              for size in re.findall(r"= empty_strided_cpu\((\(.*?\)),", code)]  # fmt: skip
+    assert values.shape[1] in widths
     if fmt in E4M3:
-        assert len(rows) == 1, rows
+        assert sum(width >= values.shape[1] for width in widths) == 1, widths
 
 
 # --- torchao ----------------------------------------------------------------------------------------------------------
@@ -457,9 +457,6 @@ def torchao_rows(data: str, dtype: torch.dtype) -> torch.Tensor:
     x[0] = 0
     x[1, 40:90] = -0.0
     return x
-
-
-needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -569,7 +566,7 @@ def dispatch_quantized(rank: Rank, name: str, compiled: bool) -> int:
         values, scale = quantize(theirs, fmt, global_scale=g)
         expected = dequantize(values, scale, fmt, H, torch.bfloat16, global_scale=g)
         if source == rank.rank:
-            assert torch.equal(out, expected)
+            assert torch.equal(out, expected), (out, expected, (out != expected).nonzero())
         for t in range(len(theirs)):
             row = source * C + t
             if their_ids[t, 0].item() in group.local_experts:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from cases import BY_NAME, CASES, TIMEOUT_SEC, Step, backend_config, make_group, place, roomy_group
-from ranks import Rank, RankPool
+from ranks import Rank, RankError, RankPool
 
 from torch_moe_ep import create_local_group, run_local_group
 
@@ -16,9 +16,9 @@ SIZES = [1, 2, 3, 4, 8]
 NAMES = [case.name for case in CASES]
 
 
-def run_case(rank: Rank, name: str) -> None:
+def run_case(rank: Rank, name: str, backend: str) -> None:
     case, w = BY_NAME[name], rank.world_size
-    group = make_group(case, w, rank.rank, rank.device)
+    group = make_group(case, w, rank.rank, rank.device, backend=backend)
     try:
         for seed in range(2):  # the second finds what the first left in the windows
             step = Step(case, w, rank.rank, seed, rank.device)
@@ -32,14 +32,18 @@ def run_case(rank: Rank, name: str) -> None:
 
 @pytest.mark.parametrize("ep_size", SIZES)
 @pytest.mark.parametrize("name", NAMES)
-def test_case(ranks: Callable[[int], RankPool], name: str, ep_size: int) -> None:
-    ranks(ep_size).run(run_case, name)
+def test_case(ranks: Callable[[int], RankPool], name: str, ep_size: int, backend: str) -> None:
+    if backend == "torch_distributed" and BY_NAME[name].masked:
+        with pytest.raises(RankError, match="ValueError: dispatch: active_rank_mask: expected None, for a collective"):
+            ranks(ep_size).run(run_case, name, backend)
+    else:
+        ranks(ep_size).run(run_case, name, backend)
 
 
-def run_all_cases(rank: Rank, seed: int) -> None:
-    group = roomy_group(rank.world_size, rank.rank, rank.device)
+def run_all_cases(rank: Rank, seed: int, backend: str) -> None:
+    group = roomy_group(rank.world_size, rank.rank, rank.device, backend=backend)
     try:
-        names = NAMES * 2
+        names = [name for name in NAMES if backend == "one_sided" or not BY_NAME[name].masked] * 2
         random.Random(seed).shuffle(names)
         for i, name in enumerate(names):
             step = Step(BY_NAME[name], rank.world_size, rank.rank, seed + i, rank.device)
@@ -50,8 +54,10 @@ def run_all_cases(rank: Rank, seed: int) -> None:
 
 
 @pytest.mark.parametrize("ep_size", SIZES)
-def test_results_never_depend_on_what_earlier_steps_left(ranks: Callable[[int], RankPool], ep_size: int) -> None:
-    ranks(ep_size).run(run_all_cases, 7)
+def test_results_never_depend_on_what_earlier_steps_left(
+    ranks: Callable[[int], RankPool], ep_size: int, backend: str
+) -> None:
+    ranks(ep_size).run(run_all_cases, 7, backend)
 
 
 @pytest.mark.parametrize("ep_size", [1, 2, 4])
@@ -75,9 +81,9 @@ def test_local_group(device: str, name: str, ep_size: int) -> None:
             group.destroy()
 
 
-def run_into_strided_output(rank: Rank) -> None:
+def run_into_strided_output(rank: Rank, backend: str) -> None:
     case = BY_NAME["order_of_sums"]
-    group = make_group(case, rank.world_size, rank.rank, rank.device)
+    group = make_group(case, rank.world_size, rank.rank, rank.device, backend=backend)
     try:
         for strides in ("transposed", "sliced"):
             step = Step(case, rank.world_size, rank.rank, 3, rank.device)
@@ -89,8 +95,8 @@ def run_into_strided_output(rank: Rank) -> None:
         group.destroy()
 
 
-def test_combine_writes_any_strides(ranks: Callable[[int], RankPool]) -> None:
-    ranks(3).run(run_into_strided_output)
+def test_combine_writes_any_strides(ranks: Callable[[int], RankPool], backend: str) -> None:
+    ranks(3).run(run_into_strided_output, backend)
 
 
 def test_the_cases_that_must_be_there() -> None:

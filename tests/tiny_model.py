@@ -24,13 +24,19 @@ def open_group(
     *,
     namespace: str = "",
     dtype: torch.dtype = torch.float32,
+    backend: str = "one_sided",
     **config: object,
 ) -> MoEEpCommunication:
-    """A communicator with the sizes above. Collective."""
+    """A communicator with the sizes above. Collective. ``backend`` "one_sided" is that of the device."""
     params = MoEEpCommParams(EXPERTS, TOP_K, CAPACITY, HIDDEN, dtype=dtype)
-    configs = {"cpu": torch_moe_ep.ShmOneSidedConfig, "cuda": torch_moe_ep.NVLinkOneSidedConfig}
+    configs = {
+        "cpu": torch_moe_ep.ShmOneSidedConfig,
+        "cuda": torch_moe_ep.NVLinkOneSidedConfig,
+        "torch_distributed": torch_moe_ep.TorchDistributedConfig,
+    }
+    make = configs[device if backend == "one_sided" else backend]
     bootstrap = BootstrapConfig(world_size=world_size, rank=rank)
-    return torch_moe_ep.create_communication(bootstrap, params, configs[device](**config), namespace=namespace)
+    return torch_moe_ep.create_communication(bootstrap, params, make(**config), namespace=namespace)
 
 
 def full_weights(layer: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -22,7 +22,7 @@ from torch_moe_ep.communication import (  # noqa: E402
     is_communication_backend,
     register_communication,
 )
-from torch_moe_ep.config import NVLinkOneSidedConfig, ShmOneSidedConfig  # noqa: E402
+from torch_moe_ep.config import NVLinkOneSidedConfig, ShmOneSidedConfig, TorchDistributedConfig  # noqa: E402
 from torch_moe_ep.experts import ExpertMajor, GroupedSwiGLU, expert_major, sum_slots, take_rows  # noqa: E402
 from torch_moe_ep.functional import Dispatched, combine, dispatch  # noqa: E402
 from torch_moe_ep.layer import (  # noqa: E402
@@ -37,6 +37,7 @@ from torch_moe_ep.nvlink_one_sided import NVLinkOneSidedAlltoAll  # noqa: E402
 from torch_moe_ep.params import MoEEpCommParams  # noqa: E402
 from torch_moe_ep.payload import QuantFormat, dequantize, global_scale_of, quantize  # noqa: E402
 from torch_moe_ep.shm_one_sided import ShmOneSidedAlltoAll  # noqa: E402
+from torch_moe_ep.torch_distributed import TorchDistributedAlltoAll  # noqa: E402
 from torch_moe_ep.version import __version__  # noqa: E402
 
 __all__ = [
@@ -59,7 +60,9 @@ __all__ = [
     "ShmOneSidedConfig",
     "SplitConfig",
     "StoreCommBackend",
+    "TorchDistributedAlltoAll",
     "TorchDistributedCommBackend",
+    "TorchDistributedConfig",
     "__version__",
     "available_communication_backends",
     "combine",

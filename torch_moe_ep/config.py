@@ -1,9 +1,11 @@
-"""Options of the one-sided backends."""
+"""Options of the backends."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+Config = TypeVar("Config")
 
 
 @runtime_checkable
@@ -119,3 +121,32 @@ class ShmOneSidedConfig:
         _check_bool(owner, "enable_rank_mask", self.enable_rank_mask, optional=False)
         _check_bool(owner, "use_low_precision_combine", self.use_low_precision_combine, optional=False)
         _check_comm_backend(owner, self.comm_backend)
+
+
+@dataclass
+class TorchDistributedConfig:
+    """Options of :class:`~torch_moe_ep.TorchDistributedAlltoAll`.
+
+    Waits are bounded by the timeout of the process group (``timeout=`` of ``torch.distributed.init_process_group`` and
+    ``new_group``), so there is no ``timeout_sec`` here; rank masks and windows do not exist.
+
+    Args:
+        backend_name: the registered name of the backend.
+        check_steps: whether every op begins with an all-gather of 9 integers, by which ranks that disagree about the
+            step (R, K, E, row bytes, the op itself) all raise, before anything else is sent. Without it such a step
+            gives garbage, hangs, or ends the process, as the collective library has it. On a GPU the check costs a host
+            sync and cannot be recorded in a CUDA graph. None = on for CPU tensors, off for CUDA.
+    """
+
+    backend_name: str = "torch_distributed"
+    check_steps: bool | None = None
+
+    def __post_init__(self) -> None:
+        _check_bool(type(self).__name__, "check_steps", self.check_steps, optional=True)
+
+
+def check_config(kind: type[Config], config: Config | None) -> Config:
+    """``config``, or the defaults of its class."""
+    if config is not None and not isinstance(config, kind):
+        raise TypeError(f"config: expected a {kind.__name__} or None, got {config!r}")
+    return kind() if config is None else config

@@ -83,9 +83,15 @@ def _sum_type(tensor: torch.Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
+def _as_type(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # Not `to` alone: where it has nothing to do, its result is its argument, and torch 2.11 compiles a Function whose
+    # result is also an intermediate of it with a gradient of zeros.
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
 def _read(slots: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     """The slots at ``position`` ``[N]`` in the type of sums; zeros where it is -1."""
-    read = slots[position.clamp(min=0)].to(_sum_type(slots))
+    read = _as_type(slots[position.clamp(min=0)], _sum_type(slots))
     return torch.where(position.unsqueeze(1) >= 0, read, 0)
 
 
@@ -109,32 +115,32 @@ class _TakeRows(torch.autograd.Function):
         for k in range(1, positions.shape[1]):
             again = (positions[:, :k] == positions[:, k : k + 1]).any(1)  # this slot has been added
             total = total + _read(grad, torch.where(again, -1, positions[:, k]))
-        return total.to(grad.dtype), None, None, None
+        return _as_type(total, grad.dtype), None, None, None
 
 
 class _SumSlots(torch.autograd.Function):
     @staticmethod
     def forward(ctx, slots, weights, source_rows, offsets, positions):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(slots, weights, source_rows, offsets, positions)
+        ctx.save_for_backward(slots, weights, source_rows, positions)
         total = _read(slots, positions[:, 0]) * weights[:, 0:1]
         for k in range(1, positions.shape[1]):
             total = total + _read(slots, positions[:, k]) * weights[:, k : k + 1]
-        return total.to(slots.dtype)
+        return _as_type(total, slots.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        slots, weights, source_rows, offsets, positions = ctx.saved_tensors
+        slots, weights, source_rows, positions = ctx.saved_tensors
         grad_slots = grad_weights = None
         wide = _sum_type(slots)
         if ctx.needs_input_grad[0]:
             numbers = torch.arange(slots.shape[0], device=slots.device).unsqueeze(1)
             weight = torch.where(positions[source_rows] == numbers, weights[source_rows], 0).sum(1, keepdim=True)
-            of_slots = grad[source_rows].to(wide) * weight
-            grad_slots = torch.where(_has_pair(source_rows, offsets), of_slots, 0).to(slots.dtype)
+            # Of a slot without a pair, the weight is 0.
+            grad_slots = _as_type(_as_type(grad[source_rows], wide) * weight, slots.dtype)
         if ctx.needs_input_grad[1]:
             columns = [(_read(slots, column) * grad).sum(1) for column in positions.unbind(1)]
-            grad_weights = torch.stack(columns, 1).to(weights.dtype)
+            grad_weights = _as_type(torch.stack(columns, 1), weights.dtype)
         return grad_slots, grad_weights, None, None, None
 
 

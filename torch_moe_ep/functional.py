@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
+from torch_moe_ep import collectives
 from torch_moe_ep.params import MoEEpCommParams
 
 
@@ -115,6 +116,12 @@ def combine(
         if torch.is_grad_enabled() and (expert_output.requires_grad or out.requires_grad):
             raise ValueError("combine: out: a result written into a tensor is not differentiable; expected inputs that "
                              "do not require grad, or torch.no_grad()")
+        through = collectives.find_collective(group.comm)
+        if through is not None:
+            collectives.combine_out(
+                through, expert_output, routing, active_rank_mask, out, num_tokens=num_tokens, ep_size=group.ep_size
+            )
+            return out
         torch.ops.moe_ep.combine_out(
             expert_output, routing, group.order, num_tokens=num_tokens, ep_size=group.ep_size,
             active_rank_mask=active_rank_mask, timeout_sec=group.timeout_sec, comm=group.comm, out=out,
@@ -144,6 +151,21 @@ def _dispatch(
     active_rank_mask: torch.Tensor | None,
     options: _Options,
 ) -> tuple[torch.Tensor, ...]:
+    through = collectives.find_collective(options.comm)
+    if through is not None:
+        return collectives.dispatch(
+            through,
+            hidden_states,
+            topk_ids,
+            topk_weights,
+            hidden_states_scale,
+            eplb_local_stats,
+            active_rank_mask,
+            tokens_per_rank=options.tokens_per_rank,
+            num_experts=options.num_experts,
+            ep_size=options.ep_size,
+            invalid_expert_id=options.invalid_expert_id,
+        )
     return torch.ops.moe_ep.dispatch(
         hidden_states,
         topk_ids,
@@ -169,6 +191,11 @@ def _combine(
     active_rank_mask: torch.Tensor | None,
     options: _Options,
 ) -> torch.Tensor:
+    through = collectives.find_collective(options.comm)
+    if through is not None:
+        return collectives.combine(
+            through, expert_output, routing, active_rank_mask, num_tokens=num_tokens, ep_size=options.ep_size
+        )
     return torch.ops.moe_ep.combine(
         expert_output,
         routing,
@@ -190,7 +217,10 @@ class _Dispatch(torch.autograd.Function):
         out = _dispatch(hidden_states, topk_ids, topk_weights, hidden_states_scale, order, eplb_local_stats,
                         active_rank_mask, options)
         hidden, ids, weights, scale, stats, routing = out
-        ctx.mark_non_differentiable(ids, scale, stats, routing)
+        # Quantized rows, or rows of a frozen model, want no gradient where only the weights do; theirs would be wasted,
+        # and in FP8 there is none.
+        constant = () if ctx.needs_input_grad[0] else (hidden,)
+        ctx.mark_non_differentiable(ids, scale, stats, routing, *constant)
         ctx.save_for_backward(routing, order)
         ctx.num_tokens, ctx.active_rank_mask, ctx.options = hidden_states.shape[0], active_rank_mask, options
         ctx.has_weights = topk_weights is not None

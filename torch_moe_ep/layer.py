@@ -12,11 +12,11 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree
 
 from torch_moe_ep import functional
+from torch_moe_ep.alternation import AlternatingAlltoAll
 from torch_moe_ep.bootstrap import BootstrapConfig
 from torch_moe_ep.communication import MoEEpCommunication, create_communication
 from torch_moe_ep.config import NVLinkOneSidedConfig, ShmOneSidedConfig
 from torch_moe_ep.experts import GroupedSwiGLU, IdentityExperts
-from torch_moe_ep.one_sided import OneSidedAlltoAll
 from torch_moe_ep.params import MoEEpCommParams
 from torch_moe_ep.payload import QuantFormat, dequantize, quantize
 
@@ -166,7 +166,7 @@ class MoEEpLayer(nn.Module):
         x, scale, g = tensors.hidden_states, tensors.hidden_states_scale, self.global_scale
         params, r = self.params, tensors.runtime_max_tokens_per_rank
         quant_format, hidden_size, dtype = params.dispatch_format, params.hidden_size, params.token_dtype
-        if isinstance(self.group, OneSidedAlltoAll):
+        if isinstance(self.group, AlternatingAlltoAll):
             if quant_format is None:
                 got = functional.dispatch(self, x, tensors.topk_ids, tensors.topk_weights, tokens_per_rank=r)
                 rows, ids, weights, routing = got.hidden_states, got.topk_ids, got.topk_weights, got.routing

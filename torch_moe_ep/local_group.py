@@ -56,6 +56,11 @@ def create_local_group(
         raise ValueError(f"ep_size: expected at least 1, got {ep_size}")
     if isinstance(backend, str) and backend not in defaults:
         raise ValueError(f"backend: expected one of {sorted(defaults)} or a config object, got {backend!r}")
+    if not isinstance(backend, str) and not hasattr(backend, "comm_backend"):
+        raise ValueError(
+            f"backend: {type(backend).__name__} needs a process group, so one process per rank; expected one of "
+            f"{sorted(defaults)} or a config with comm_backend"
+        )
     rendezvous = _Rendezvous(ep_size)
     number = next(_groups)
     base = defaults[backend]() if isinstance(backend, str) else backend

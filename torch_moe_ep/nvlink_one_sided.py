@@ -7,8 +7,8 @@ import torch
 from torch_moe_ep import _C
 from torch_moe_ep.bootstrap import BootstrapConfig
 from torch_moe_ep.communication import register_communication
-from torch_moe_ep.config import NVLinkOneSidedConfig
-from torch_moe_ep.one_sided import OneSidedAlltoAll, check_config, logger
+from torch_moe_ep.config import NVLinkOneSidedConfig, check_config
+from torch_moe_ep.one_sided import OneSidedAlltoAll, logger
 from torch_moe_ep.params import MoEEpCommParams
 
 MEMORY_KINDS = ("fabric", "posix_fd", "cuda_ipc")

@@ -1,14 +1,15 @@
-"""What the one-sided backends share: windows, the alternation of dispatch and combine, masks, diagnostics."""
+"""What the one-sided backends share: windows, masks, diagnostics."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from torch_moe_ep import _C, functional
+from torch_moe_ep import _C
+from torch_moe_ep.alternation import AlternatingAlltoAll
 from torch_moe_ep.bootstrap import (
     BootstrapConfig,
     SharedWindow,
@@ -18,27 +19,18 @@ from torch_moe_ep.bootstrap import (
     resume_window,
     suspend_window,
 )
-from torch_moe_ep.communication import MoEEpCommunication, MoEEpDispatchResult
 from torch_moe_ep.config import NVLinkOneSidedConfig, ShmOneSidedConfig
 from torch_moe_ep.params import MoEEpCommParams
 from torch_moe_ep.payload import ceil_div
 
 logger = logging.getLogger("torch_moe_ep")
-Config = TypeVar("Config", NVLinkOneSidedConfig, ShmOneSidedConfig)
 
 
 def _round_up_16(n: int) -> int:
     return ceil_div(n, 16) * 16
 
 
-def check_config(kind: type[Config], config: Config | None) -> Config:
-    """``config``, or the defaults of its class."""
-    if config is not None and not isinstance(config, kind):
-        raise TypeError(f"config: expected a {kind.__name__} or None, got {config!r}")
-    return kind() if config is None else config
-
-
-class OneSidedAlltoAll(MoEEpCommunication):
+class OneSidedAlltoAll(AlternatingAlltoAll):
     """Base of the backends over symmetric windows; use one of its subclasses."""
 
     def __init__(
@@ -93,106 +85,12 @@ class OneSidedAlltoAll(MoEEpCommunication):
         )
         self.comm = self._window.name
         self.order = self._window.order
-        self._routing: torch.Tensor | None = None  # between dispatch and combine: the routing of the dispatch
-        self._num_tokens = 0
         if self.ep_rank == 0:
             logger.info("%s: window of %.1f MiB per rank", self.comm, self.window_bytes / 2**20)
-
-    def __copy__(self) -> OneSidedAlltoAll:
-        return self  # it stands for windows that peers have mapped: of such a thing there is no second one
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> OneSidedAlltoAll:
-        return self
-
-    def __reduce__(self) -> Any:
-        raise TypeError(f"{type(self).__name__} cannot be pickled; create one in each process")
-
-    def _require_live(self) -> None:
-        if self._window is None:
-            raise RuntimeError(f"{type(self).__name__} has been destroyed; create a new one")
 
     def _check_mask(self, active_rank_mask: torch.Tensor | None) -> None:
         if active_rank_mask is not None and not self.config.enable_rank_mask:
             raise ValueError("active_rank_mask: needs a config with enable_rank_mask=True")
-
-    def dispatch(
-        self,
-        hidden_states: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor | None = None,
-        *,
-        hidden_states_scale: torch.Tensor | None = None,
-        runtime_max_tokens_per_rank: int | None = None,
-        eplb_local_stats: torch.Tensor | None = None,
-        active_rank_mask: torch.Tensor | None = None,
-    ) -> MoEEpDispatchResult:
-        """See :meth:`MoEEpCommunication.dispatch`.
-
-        ``active_rank_mask`` is a CPU uint64 mask from :meth:`active_rank_mask`: tokens for a masked rank are dropped,
-        nothing is sent to it or awaited from it. Needs ``enable_rank_mask=True``.
-        """
-        self._require_live()
-        if self._routing is not None:
-            raise RuntimeError("dispatch called twice without an intervening combine")
-        self._check_mask(active_rank_mask)
-        capacity = self.params.max_tokens_per_rank
-        tokens_per_rank = capacity if runtime_max_tokens_per_rank is None else runtime_max_tokens_per_rank
-        if tokens_per_rank <= 0 or tokens_per_rank > capacity:
-            raise ValueError(
-                f"runtime_max_tokens_per_rank: expected 1..{capacity} (max_tokens_per_rank), got {tokens_per_rank}"
-            )
-        out = functional.dispatch(
-            self,
-            hidden_states,
-            topk_ids,
-            topk_weights,
-            hidden_states_scale=hidden_states_scale,
-            tokens_per_rank=tokens_per_rank,
-            eplb_local_stats=eplb_local_stats,
-            active_rank_mask=active_rank_mask,
-        )
-        self._routing = out.routing
-        self._num_tokens = hidden_states.shape[0]
-        return MoEEpDispatchResult(
-            hidden_states=out.hidden_states,
-            topk_ids=out.topk_ids,
-            topk_weights=out.topk_weights,
-            tokens_per_rank=tokens_per_rank,
-            hidden_states_scale=out.hidden_states_scale,
-            eplb_gathered_stats=out.eplb_gathered_stats,
-        )
-
-    def combine(
-        self,
-        expert_output: torch.Tensor,
-        *,
-        output: torch.Tensor | None = None,
-        active_rank_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See :meth:`MoEEpCommunication.combine`. ``active_rank_mask`` must be that of the dispatch."""
-        self._require_live()
-        if self._routing is None:
-            raise RuntimeError("combine called before dispatch")
-        self._check_mask(active_rank_mask)
-        if expert_output.dim() not in (2, 3):
-            raise ValueError(f"expert_output: expected 2 or 3 dimensions, got shape {tuple(expert_output.shape)}")
-        result = functional.combine(
-            self,
-            expert_output,
-            self._routing,
-            num_tokens=self._num_tokens,
-            active_rank_mask=active_rank_mask,
-            out=output,
-        )
-        self._routing = None
-        return result
-
-    def get_combine_input_buffer(self, dtype: torch.dtype) -> torch.Tensor:
-        """A fresh ``[W*R, H]`` tensor. Combine reads its input where it lies, so any other tensor serves as well."""
-        if self._routing is None:
-            raise RuntimeError("get_combine_input_buffer called before dispatch")
-        rows = self.ep_size * self._routing.shape[1]
-        return torch.empty(rows, self.params.hidden_size, dtype=dtype, device=self.device)
 
     def active_rank_mask(self, active_ranks: Sequence[int]) -> torch.Tensor:
         """CPU uint64 ``[ceil(W/64)]`` mask with the bits of ``active_ranks`` set."""
@@ -244,3 +142,4 @@ class OneSidedAlltoAll(MoEEpCommunication):
             close_window(self._window)
         self._window = None
         self._routing = None
+        self._destroyed = True

@@ -7,6 +7,7 @@ depend on shapes alone, so that a compiler fuses them with what computes the row
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -133,9 +134,9 @@ def quantize(
 
         amax is the largest magnitude of the block. The exponent of the MX formats is rounded down, as section 6.3 of
         the OCP Microscaling Formats specification v1.0 has it; their scale s is the byte log2(s) + 127 (E8M0), whose
-        view as ``torch.float8_e8m0fnu`` is what torch's scaled matrix products take. A byte of FP4 holds value 2i in its low four bits and
-        value 2i+1 in its high ones. Where H is no multiple of the block, the last block is shorter; where H is odd,
-        the high bits of the last byte are 0. The sizes are those of :func:`row_bytes`.
+        view as ``torch.float8_e8m0fnu`` is what torch's scaled matrix products take. A byte of FP4 holds value 2i in
+        its low four bits and value 2i+1 in its high ones. Where H is no multiple of the block, the last block is
+        shorter; where H is odd, the high bits of the last byte are 0. The sizes are those of :func:`row_bytes`.
 
     Errors, of ``dequantize(..., dtype=torch.float32)``, for a finite value x:
 
@@ -194,40 +195,35 @@ def quantize(
     # Of FP4, the two values of a byte lie in two tensors from here on: their amax and their packing then run over the
     # same indices, which a compiler needs to make them one loop.
     per_byte = 8 // f.value_bits
-    rows, blocks = x.shape[:-1], ceil_div(hidden_size, f.block)
-    x = _pad_to(x, blocks * f.block).reshape(*rows, blocks, f.block // per_byte, per_byte)
-    lanes = x.unbind(-1)
-    amax = lanes[0].abs()
-    if per_byte == 2:
-        amax = torch.maximum(amax, lanes[1].abs())
-    amax = amax.amax(-1, keepdim=True)
+    block = f.block // per_byte
+    width, blocks = ceil_div(hidden_size, per_byte), ceil_div(hidden_size, f.block)
+    lanes = _pad_to(x, width * per_byte).unflatten(-1, (width, per_byte)).unbind(-1)
+    magnitude = lanes[0].abs() if per_byte == 1 else torch.maximum(lanes[0].abs(), lanes[1].abs())
+    amax = _pad_to(magnitude, blocks * block).unflatten(-1, (blocks, block)).amax(-1)
 
     if quant_format is QuantFormat.DeepSeekFp8:
         scale = torch.where(amax.isinf(), torch.nan, (amax / _E4M3_MAX).clamp(min=_FLOAT32_LEAST_NORMAL))
-        scaled = [lane / scale for lane in lanes]
+        scaled = [_by_block(torch.div, lane, scale, block) for lane in lanes]
     elif quant_format is QuantFormat.NVFP4:
         ideal = amax / _E2M1_MAX if g is None else amax / _E2M1_MAX / g
         ideal = torch.where(amax.isinf(), torch.nan, ideal.clamp(_E4M3_LEAST_NORMAL, _E4M3_MAX))
         scale = ideal.to(_E4M3)
         inverse = (1.0 if g is None else 1.0 / g) / scale.float()
         inverse = inverse.clamp(max=_FLOAT32_MAX)  # of a tiny g; times 0 it must not be NaN
-        scaled = [lane * inverse for lane in lanes]
+        scaled = [_by_block(torch.mul, lane, inverse, block) for lane in lanes]
     else:
         # The biased exponent of a float32 is that of the E8M0 byte; of infinity and NaN it is E8M0's NaN. A subnormal
-        # has 0 and, like all that is too small, gets the least scale.
-        exponent = amax.view(torch.int32) >> 23
+        # has 0 and, like all that is too small, gets the least scale. The mask is for NaNs with a sign.
+        exponent = amax.view(torch.int32) >> 23 & 255
         biased = (exponent - _TOP_EXPONENT[quant_format]).clamp(min=0)
         scale = torch.where(exponent == 255, _E8M0_NAN, biased).to(torch.uint8)
         inverse = ((254 - biased) << 23).view(torch.float32)  # 2^(127 - biased), always a normal number
-        scaled = [lane * inverse for lane in lanes]
+        scaled = [_by_block(torch.mul, lane, inverse, block) for lane in lanes]
 
-    if per_byte == 2:
-        low, high = (_e2m1_code(y, lane) for y, lane in zip(scaled, lanes, strict=True))
-        values = (low + 16 * high).to(torch.uint8)
-    else:
-        values = _to_e4m3(scaled[0])
-    values = values.reshape(*rows, blocks * f.block // per_byte)
-    return values[..., : ceil_div(hidden_size, per_byte)], scale.squeeze(-1)
+    if per_byte == 1:
+        return _to_e4m3(scaled[0]), scale
+    low, high = (_e2m1_code(y, lane) for y, lane in zip(scaled, lanes, strict=True))
+    return (low + 16 * high).to(torch.uint8), scale
 
 
 def dequantize(
@@ -244,8 +240,8 @@ def dequantize(
     Rows that hold no token give unspecified numbers, as their bytes are unspecified.
 
     Args:
-        values, scale: as :func:`quantize` returns them, or a dispatch of those; parts of one byte also as uint8 or, where they are uint8, as
-            float8_e8m0fnu.
+        values, scale: as :func:`quantize` returns them, or a dispatch of those; elements of one byte may also come as
+            uint8 or, where uint8 is expected, as another dtype of one byte.
         quant_format: that of the values.
         hidden_size: H, which packed values alone do not tell.
         dtype: bfloat16, float16 or float32. What is too large for it saturates.
@@ -265,6 +261,7 @@ def dequantize(
     if f.value_bits == 16:
         return _cast(values, dtype)
     if f.block == 0:
+        assert g is not None
         return _saturate(values.float() * g, dtype)
 
     assert f.scale_dtype is not None
@@ -275,24 +272,22 @@ def dequantize(
         raise ValueError(
             f"scale: expected one row per row of values, {tuple(values.shape[:-1])}, got {tuple(scale.shape[:-1])}"
         )
-    rows, blocks = scale.shape[:-1], scale.shape[-1]
     if per_byte == 2:
-        bytes_ = _pad_to(values.to(torch.int32), blocks * f.block // 2)
         shift = 4 * torch.arange(2, dtype=torch.int32, device=values.device)
-        x = _from_e2m1_code(bytes_.unsqueeze(-1) >> shift & 15)
+        x = _from_e2m1_code(values.to(torch.int32).unsqueeze(-1) >> shift & 15).flatten(-2)
+        x = x if hidden_size % 2 == 0 else x[..., :-1]
     else:
-        x = _pad_to(values.float(), blocks * f.block)
-    x = x.reshape(*rows, blocks, f.block)
-    scale = scale.unsqueeze(-1)
+        x = values.float()
     if f.scale_dtype == torch.uint8:
         # 2^(e - 127) as two factors, both normal numbers for every e: some devices take subnormal ones for 0.
         e = scale.to(torch.int32)
         half = e >> 1
-        x = x * ((half + 64) << 23).view(torch.float32) * ((e - half + 63) << 23).view(torch.float32)
-        x = torch.where(e == _E8M0_NAN, torch.nan, x)
+        first, second = ((half + 64) << 23).view(torch.float32), ((e - half + 63) << 23).view(torch.float32)
+        second = torch.where(e == _E8M0_NAN, torch.nan, second)
+        x = _by_block(torch.mul, _by_block(torch.mul, x, first, f.block), second, f.block)
     else:
-        x = x * (scale.float() if g is None else scale.float() * g)
-    return _saturate(x, dtype).reshape(*rows, blocks * f.block)[..., :hidden_size]
+        x = _by_block(torch.mul, x, scale.float() if g is None else scale.float() * g, f.block)
+    return _saturate(x, dtype)
 
 
 def global_scale_of(hidden_states: torch.Tensor, quant_format: QuantFormat) -> torch.Tensor:
@@ -349,6 +344,21 @@ def _check_part(
 
 def _pad_to(x: torch.Tensor, width: int) -> torch.Tensor:
     return x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]))
+
+
+def _by_block(
+    op: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], x: torch.Tensor, factor: torch.Tensor, block: int
+) -> torch.Tensor:
+    """``op`` of every value of ``x`` and the factor of its block, whose size is a power of two.
+
+    Where the last block is short, the factors are indexed, and by a shift: an index i // block, which is also what a
+    padded result cut to its width becomes, lets Inductor on CPU split the loop over i without regard to a remainder
+    (``try_loop_split`` of torch 2.11 and 2.13), so that the last block is not computed.
+    """
+    blocks, width = factor.shape[-1], x.shape[-1]
+    if width == blocks * block:
+        return op(x.unflatten(-1, (blocks, block)), factor.unsqueeze(-1)).flatten(-2)
+    return op(x, factor[..., torch.arange(width, device=x.device) >> block.bit_length() - 1])
 
 
 def _saturate(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

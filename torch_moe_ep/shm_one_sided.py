@@ -6,8 +6,8 @@ import torch
 
 from torch_moe_ep.bootstrap import BootstrapConfig
 from torch_moe_ep.communication import register_communication
-from torch_moe_ep.config import ShmOneSidedConfig
-from torch_moe_ep.one_sided import OneSidedAlltoAll, check_config
+from torch_moe_ep.config import ShmOneSidedConfig, check_config
+from torch_moe_ep.one_sided import OneSidedAlltoAll
 from torch_moe_ep.params import MoEEpCommParams
 
 
