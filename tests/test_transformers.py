@@ -85,6 +85,21 @@ def test_logits_in_bfloat16(ranks: Callable[[int], RankPool], family: str) -> No
         assert error <= TOLERANCE[torch.bfloat16] < wrong
 
 
+@torch.no_grad()
+def compare_over_collectives(rank: Rank) -> float:
+    model = make_model("Qwen3-MoE", device=rank.device)
+    expected = model(tokens_of(rank)).logits
+    error = error_of(parallelize(rank, model, backend="torch_distributed")(tokens_of(rank)).logits, expected)
+    model.expert_parallel.destroy()
+    return error
+
+
+def test_logits_over_collectives(ranks: Callable[[int], RankPool], device: str) -> None:
+    if device == "cuda":
+        pytest.skip("the pools have gloo groups, which move no CUDA tensors")
+    assert max(ranks(4).run(compare_over_collectives, timeout=PATIENCE)) <= TOLERANCE[torch.float32]
+
+
 def test_every_family_has_a_tiny_model() -> None:
     assert list(CONFIGS) == list(integration.FAMILIES)
 
