@@ -49,7 +49,7 @@ $(INSTALLED): pyproject.toml $(filter .venv/bin/python,$(PYTHON)) $(wildcard $(P
 	@mkdir -p build
 	@$(PYTHON) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m ensurepip
 	@$(PYTHON) -c '$(HAS_TORCH)' 2>/dev/null || { set -x; $(PYTHON) -m pip install '$(TORCH)'; }
-	$(PYTHON) -m pip install -q $(call requirements,requires) $(call requirements,test)
+	$(PYTHON) -m pip install -q $(call requirements,requires) $(call requirements,test) $(call requirements,transformers)
 	$(PYTHON) setup.py build_ext --inplace
 	$(PYTHON) -m pip install -q --no-build-isolation -e .
 	@touch $@
