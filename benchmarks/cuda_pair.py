@@ -5,7 +5,7 @@ of the time of a replay divided by its rounds. Inputs: H=7168, K=8, E=256, bfloa
 PDL on, unless told otherwise. The byte floor counts what this design moves through device memory; the copy ceiling is
 measured in the same run.
 
-    python -m benchmarks.cuda_pair [--cases 8x1,1x4096] [--transport lamport] [--plan GROUPSxPIECESxTHREADS] [--out FILE]
+    python -m benchmarks.cuda_pair [--cases 8x1,1x4096] [--transport lamport] [--plan GROUPSxPIECESxTHREADS]
 """
 
 from __future__ import annotations

@@ -68,6 +68,7 @@ def dispatch_arguments(
     if case.transposed:
         hidden, ids, weights = (t.t().contiguous().t() for t in (hidden, ids, weights))
     stats = torch.arange(3, dtype=torch.int32) + rank
+    mask = torch.tensor(2**world_size - 1, dtype=torch.uint64)
     args = (
         hidden.to(device),
         ids.to(device),
@@ -80,9 +81,8 @@ def dispatch_arguments(
         "num_experts": EXPERTS,
         "ep_size": world_size,
         "eplb_local_stats": stats.to(device) if case.eplb else None,
-        # Beside CUDA tensors tracing takes CPU scalars only.
-        "active_rank_mask": torch.tensor(2**world_size - 1, dtype=torch.uint64).reshape(() if device.type == "cuda" else 1)
-        if case.mask else None,
+        # Beside CUDA tensors tracing takes CPU scalars only:
+        "active_rank_mask": mask.reshape(() if device.type == "cuda" else 1) if case.mask else None,
         "comm": comm,
     }
     return args, options

@@ -29,8 +29,8 @@ class NVLinkOneSidedAlltoAll(OneSidedAlltoAll):
         low_precision_scales: with ``use_low_precision_combine``, whether blocks of 128 elements carry a float32 scale;
             False is the plain cast to e4m3, which saturates at 448. Gradients of a dispatch travel the same way.
         num_sms: SMs the kernels of this rank may fill; None is all of them, or, where ranks share a device, its part of
-            three eighths of the device, so that other kernels find room beside kernels that wait. All blocks of all ranks
-            of a device must be resident at once, or they wait for each other forever.
+            three eighths of it, so that other kernels find room beside kernels that wait. All blocks of all ranks of a
+            device must be resident at once, or they wait for each other forever.
 
     Raises:
         RuntimeError: :meth:`is_platform_supported` is False; the text says why.
@@ -64,8 +64,8 @@ class NVLinkOneSidedAlltoAll(OneSidedAlltoAll):
         for rank, (_, limit) in enumerate(votes):
             if limit != config.lamport_max_tokens:
                 raise ValueError(
-                    f"lamport_max_tokens: rank {bootstrap.rank} has {config.lamport_max_tokens}, rank {rank} has {limit}; "
-                    "it must be the same on every rank"
+                    f"lamport_max_tokens: rank {bootstrap.rank} has {config.lamport_max_tokens}, rank {rank} has "
+                    f"{limit}; it must be the same on every rank"
                 )
         self.transport_refusals: dict[str, list[str]] = {
             transport: [f"rank {r}: {vote[transport]}" for r, (vote, _) in enumerate(votes) if vote[transport]]
