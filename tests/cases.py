@@ -7,6 +7,7 @@ and a GPU gets the same ones.
 from __future__ import annotations
 
 import math
+import os
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -239,8 +240,12 @@ def rank_mask(ranks: Sequence[int] | None, ep_size: int) -> torch.Tensor | None:
 
 
 def backend_config(device: torch.device | str, **options: Any) -> NVLinkOneSidedConfig | ShmOneSidedConfig:
-    """The config of the backend for a device."""
-    return (NVLinkOneSidedConfig if torch.device(device).type == "cuda" else ShmOneSidedConfig)(**options)
+    """The config of the backend for a device; on a GPU every step takes the transport that pytest was told to test."""
+    if torch.device(device).type != "cuda":
+        return ShmOneSidedConfig(**options)
+    lamport = os.environ.get("MOE_EP_TEST_TRANSPORT", "lamport") == "lamport"
+    transport = {"lamport_max_tokens": 2**20} if lamport else {"lamport": False}
+    return NVLinkOneSidedConfig(**{**transport, **options})
 
 
 def make_group(

@@ -1,7 +1,12 @@
-"""Fixtures: ``device`` (cpu always, cuda where present) and ``ranks`` (pools of rank processes, one per world size)."""
+"""Fixtures: ``device`` (cpu always, cuda where present) and ``ranks`` (pools of rank processes, one per world size).
+
+On a GPU, ``--transport fence`` makes the steps of most tests take the fence transport, which small steps otherwise leave
+to the Lamport transport; run the tests both ways. test_cuda.py tests the fence, test_lamport.py the Lamport transport.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -12,7 +17,15 @@ import torch_moe_ep
 DEVICES = ["cpu"]
 if torch_moe_ep.NVLinkOneSidedAlltoAll.is_platform_supported():
     DEVICES.append("cuda")
-collect_ignore = [] if "cuda" in DEVICES else ["test_cuda.py"]
+collect_ignore = [] if "cuda" in DEVICES else ["test_cuda.py", "test_lamport_cuda.py"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--transport", choices=("lamport", "fence"), default="lamport", help="of small steps, on a GPU")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ["MOE_EP_TEST_TRANSPORT"] = config.getoption("--transport")  # the pools' processes inherit it
 
 
 @pytest.fixture(params=DEVICES)

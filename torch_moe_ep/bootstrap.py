@@ -7,7 +7,7 @@ import logging
 import pickle
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -262,7 +262,7 @@ def open_window(
         _C.close(name)
 
     def attempt(memory: str) -> tuple[int, int]:
-        def allocate() -> tuple[bytes, str, int]:
+        def allocate() -> tuple[bytes, tuple[str, int]]:
             handle = _C.open(
                 name=name,
                 rank=bootstrap.rank,
@@ -281,16 +281,15 @@ def open_window(
                 wire=spec.wire,
                 lamport_max_tokens=spec.lamport_max_tokens,
             )
-            return handle, *_device_share(device, spec.num_sms)
+            return handle, device_share(device, spec.num_sms)
 
         try:
             allocated = _agree(exchange, f"allocating the windows ({memory})", allocate, close)
-            handles = [handle for handle, _, _ in allocated]
-            devices = [identity for _, identity, _ in allocated]
-            # Block b of a rank exchanges with block b of its peers: the smallest share counts for everybody.
-            max_blocks = min(_share_of(blocks, devices.count(identity)) for _, identity, blocks in allocated)
+            handles = [handle for handle, _ in allocated]
+            shares = [share for _, share in allocated]
+            max_blocks = common_blocks(shares)
             # The next kernel's blocks need room too. Whoever divides a device by hand leaves room for two of ours.
-            alone = devices.count(devices[bootstrap.rank]) == 1 and spec.num_sms is None
+            alone = [device for device, _ in shares].count(shares[bootstrap.rank][0]) == 1 and spec.num_sms is None
             early_blocks = max_blocks if alone else 0 if spec.num_sms is None else max_blocks // 2
             _agree(
                 exchange,
@@ -321,7 +320,7 @@ def open_window(
     return window
 
 
-def _device_share(device: torch.device, num_sms: int | None) -> tuple[str, int]:
+def device_share(device: torch.device, num_sms: int | None) -> tuple[str, int]:
     """What identifies a device among all hosts, and the thread blocks it gives to the ranks that live on it."""
     if device.type == "cpu":
         return "cpu", 1
@@ -333,14 +332,21 @@ def _device_share(device: torch.device, num_sms: int | None) -> tuple[str, int]:
     return str(properties.uuid), min(blocks, _C.MAX_BLOCKS)
 
 
-def _share_of(blocks: int, ranks: int) -> int:
-    """Blocks for each of ``ranks`` ranks that share a device which holds ``blocks`` of them, two per SM.
+def common_blocks(shares: Sequence[tuple[str, int]]) -> int:
+    """Blocks of a kernel of a rank, at most, given what :func:`device_share` says on all ranks.
 
-    All blocks of all ranks must be resident at once, or they wait for each other forever. While one rank's blocks wait
-    for a peer, the kernels that the peer runs first, of any kind, must find room too, and some of them take a whole SM:
-    so a quarter of the SMs is left free of blocks that wait.
+    All blocks of all ranks of a device must be resident at once, or they wait for each other forever. While one rank's
+    blocks wait for a peer, the kernels that the peer runs first, of any kind, must find room too, and some of them take
+    a whole SM: so where ranks share a device, which holds two blocks per SM, they leave a quarter of the SMs free of
+    blocks that wait. Block b of a rank exchanges with block b of its peers: the smallest share counts for everybody.
     """
-    return max(1, blocks if ranks == 1 else blocks * 3 // 8 // ranks)
+    devices = [device for device, _ in shares]
+
+    def of_rank(device: str, blocks: int) -> int:
+        ranks = devices.count(device)
+        return blocks if ranks == 1 else max(1, blocks * 3 // 8 // ranks)
+
+    return min(of_rank(device, blocks) for device, blocks in shares)
 
 
 def _take_number(at_least: int) -> int:

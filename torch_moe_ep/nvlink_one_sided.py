@@ -7,13 +7,15 @@ import logging
 import torch
 
 from torch_moe_ep import _C
-from torch_moe_ep.bootstrap import BootstrapConfig, choose_comm_backend, gather
+from torch_moe_ep.bootstrap import BootstrapConfig, choose_comm_backend, common_blocks, device_share, gather
 from torch_moe_ep.communication import register_communication
 from torch_moe_ep.config import NVLinkOneSidedConfig, check_config
 from torch_moe_ep.one_sided import OneSidedAlltoAll, logger
 from torch_moe_ep.params import MoEEpCommParams
+from torch_moe_ep.payload import ceil_div
 
-LAMPORT_CROSSOVER_BYTES = 2 * 2**20
+LAMPORT_REGION_BYTES = 64 * 2**20
+LAMPORT_MOST_TOKENS = 512
 MEMORY_KINDS = ("fabric", "posix_fd", "cuda_ipc")
 """Tried in this order: what a whole NVLink domain can map, what one host can, and what works where neither does."""
 
@@ -59,19 +61,24 @@ class NVLinkOneSidedAlltoAll(OneSidedAlltoAll):
         exchange, _ = choose_comm_backend(bootstrap, config.comm_backend)
         votes = gather(
             exchange, bootstrap.rank, bootstrap.world_size,
-            (refusals(config, bootstrap.world_size, params, index), config.lamport_max_tokens),
+            (
+                refusals(config, bootstrap.world_size, params, index),
+                config.lamport_max_tokens,
+                device_share(torch.device("cuda", index), num_sms),
+            ),
         )
-        for rank, (_, limit) in enumerate(votes):
+        for rank, (_, limit, _) in enumerate(votes):
             if limit != config.lamport_max_tokens:
                 raise ValueError(
                     f"lamport_max_tokens: rank {bootstrap.rank} has {config.lamport_max_tokens}, rank {rank} has "
                     f"{limit}; it must be the same on every rank"
                 )
         self.transport_refusals: dict[str, list[str]] = {
-            transport: [f"rank {r}: {vote[transport]}" for r, (vote, _) in enumerate(votes) if vote[transport]]
+            transport: [f"rank {r}: {vote[transport]}" for r, (vote, _, _) in enumerate(votes) if vote[transport]]
             for transport in ("lamport", "cft")
         }
-        limit = config.lamport_max_tokens or default_lamport_max_tokens(params, bootstrap.world_size)
+        blocks = common_blocks([share for _, _, share in votes])
+        limit = config.lamport_max_tokens or default_lamport_max_tokens(params, bootstrap.world_size, blocks)
         super().__init__(
             bootstrap,
             params,
@@ -130,15 +137,19 @@ class NVLinkOneSidedAlltoAll(OneSidedAlltoAll):
         return not self.transport_refusals["cft"]
 
 
-def default_lamport_max_tokens(params: MoEEpCommParams, ep_size: int) -> int:
-    """The largest R for which the Lamport transport was measured to beat the fence, at most C, at least 1.
+def default_lamport_max_tokens(params: MoEEpCommParams, ep_size: int, blocks: int) -> int:
+    """The largest R that the Lamport transport takes by default: 1 to 512 tokens, and at most C.
 
-    The crossover lies where the rows that a rank may receive, W*R of them, are LAMPORT_CROSSOVER_BYTES (benchmarks/
-    NOTES.md): below it the time of a step is latency, which one-way vectors save; above it is bandwidth, of which they
-    cost a third more.
+    One wave: each of the W*R rows that a rank may receive is cut into groups of 1536 bytes, a warp takes a group, and
+    the 8 warps of each of ``blocks`` blocks take one each. In a second wave a warp begins to wait only when its first
+    row has come, and the fence transport is faster (measured: benchmarks/README.md). The regions stay within 64 MiB.
     """
-    rows = LAMPORT_CROSSOVER_BYTES // max(1, ep_size * params.dispatch_bytes_per_token)
-    return max(1, min(rows, params.max_tokens_per_rank))
+    vectors = 128 * ceil_div(ceil_div(params.dispatch_bytes_per_token, 16), 96)  # csrc/transport/lamport.h
+    wave = 8 * blocks // (ep_size * max(1, vectors // 128))
+    partials = min(params.top_k, ep_size) * params.hidden_size * max(2, params.token_dtype.itemsize) * 4 // 3
+    region_bytes_of_token = 2 * (16 * vectors * ep_size + partials)  # two sets
+    most = min(wave, LAMPORT_REGION_BYTES // region_bytes_of_token, LAMPORT_MOST_TOKENS, params.max_tokens_per_rank)
+    return max(1, most)
 
 
 def refusals(config: NVLinkOneSidedConfig, ep_size: int, params: MoEEpCommParams, device: int) -> dict[str, str]:
