@@ -1,4 +1,4 @@
-"""A model of the Lamport transport (csrc/transport/lamport.h), and a search of every order in which its steps can happen.
+"""A model of the Lamport transport (csrc/transport/lamport.h), and a search of every order of its steps.
 
 W ranks do N rounds each. In round n a rank
     puts      a header to every peer, and a row of two vectors to each peer that ``routes`` names for (rank, n);

@@ -41,7 +41,9 @@ def run_step(group: MoEEpCommunication, args: tuple[Any, ...], r: int) -> tuple[
     if scale is not None:
         assert got.hidden_states_scale is not None
         tensors.append(got.hidden_states_scale[held])
-    return tuple(torch.empty(0) if t is None or not t.numel() else t.cpu().contiguous().view(torch.uint8) for t in tensors)
+    return tuple(
+        torch.empty(0) if t is None or not t.numel() else t.cpu().contiguous().view(torch.uint8) for t in tensors
+    )
 
 
 FORMATS = [None, QuantFormat.MXFP8, QuantFormat.DeepSeekFp8, QuantFormat.NVFP4]
