@@ -1,7 +1,7 @@
 """Fixtures: ``device`` (cpu always, cuda where present) and ``ranks`` (pools of rank processes, one per world size).
 
-On a GPU, ``--transport fence`` makes the steps of most tests take the fence transport, which small steps otherwise leave
-to the Lamport transport; run the tests both ways. test_cuda.py tests the fence, test_lamport.py the Lamport transport.
+On a GPU, ``--transport fence`` makes the steps of most tests take the fence transport, which small steps otherwise
+leave to the Lamport transport; run the tests both ways. test_cuda.py tests the fence, test_lamport_cuda.py the other.
 """
 
 from __future__ import annotations

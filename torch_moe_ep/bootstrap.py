@@ -289,7 +289,8 @@ def open_window(
             shares = [share for _, share in allocated]
             max_blocks = common_blocks(shares)
             # The next kernel's blocks need room too. Whoever divides a device by hand leaves room for two of ours.
-            alone = [device for device, _ in shares].count(shares[bootstrap.rank][0]) == 1 and spec.num_sms is None
+            sharing = sum(identity == shares[bootstrap.rank][0] for identity, _ in shares)
+            alone = sharing == 1 and spec.num_sms is None
             early_blocks = max_blocks if alone else 0 if spec.num_sms is None else max_blocks // 2
             _agree(
                 exchange,
@@ -340,13 +341,11 @@ def common_blocks(shares: Sequence[tuple[str, int]]) -> int:
     a whole SM: so where ranks share a device, which holds two blocks per SM, they leave a quarter of the SMs free of
     blocks that wait. Block b of a rank exchanges with block b of its peers: the smallest share counts for everybody.
     """
-    devices = [device for device, _ in shares]
-
-    def of_rank(device: str, blocks: int) -> int:
-        ranks = devices.count(device)
-        return blocks if ranks == 1 else max(1, blocks * 3 // 8 // ranks)
-
-    return min(of_rank(device, blocks) for device, blocks in shares)
+    smallest = []
+    for mine, blocks in shares:
+        ranks = sum(identity == mine for identity, _ in shares)
+        smallest.append(blocks if ranks == 1 else max(1, blocks * 3 // 8 // ranks))
+    return min(smallest)
 
 
 def _take_number(at_least: int) -> int:
