@@ -305,6 +305,12 @@ class Step:
     def _placed(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
         return place(tensor, self.device, self.case.strides)
 
+    def _join(self) -> None:
+        """Waits for the op without a copy: a copy to pageable memory that waits for a kernel holds a lock of the driver,
+        which the other ranks of a process need in order to launch theirs."""
+        if torch.device(self.device).type == "cuda":
+            torch.cuda.current_stream().synchronize()
+
     def dispatch(self, group: Any) -> None:
         """Runs it and compares all of it."""
         expected = self.expected
@@ -321,6 +327,7 @@ class Step:
             active_rank_mask=self.mask,
         )
         self.routing = got.routing
+        self._join()
         assert same_bytes(got.topk_ids, expected.topk_ids), f"topk_ids: {self.what}: {got.topk_ids}"
         for name in ("hidden_states", "topk_weights", "hidden_states_scale"):
             mine, theirs = getattr(got, name), getattr(expected, name)
@@ -350,4 +357,5 @@ class Step:
             out=into,
         )
         assert into is None or got is into, self.what
+        self._join()
         assert same_bytes(got, self.expected_out), f"combine: {self.what}: {got}, expected {self.expected_out}"

@@ -331,10 +331,10 @@ def test_rows_without_a_token_do_not_reach_a_gradient(device: str, backend: str)
     got = torch_moe_ep.dispatch(group, x, ids, weights)
     empty = (got.topk_ids < 0).all(1)
     assert empty.sum() == CAPACITY - 2 and got.hidden_states[3:].isnan().all()
-    with torch.no_grad():
-        got.hidden_states[empty] = torch.nan  # a lone rank on a GPU and collectives also carry tokens that go nowhere
+    # A lone rank on a GPU and collectives also carry tokens that go nowhere.
+    received = torch.where(empty[:, None], torch.nan, got.hidden_states)
     # An expert that computes on every row: empty ones give NaN, and NaN comes back for them.
-    rows = got.hidden_states * got.topk_weights.sum(1, keepdim=True)
+    rows = received * got.topk_weights.sum(1, keepdim=True)
     rows.retain_grad()
     out = torch_moe_ep.combine(group, rows, got.routing, num_tokens=3)
     out.sum().backward()

@@ -354,7 +354,7 @@ def test_ranks_that_disagree_are_told_and_go_on() -> None:
 TRAP = """
     import torch, torch_moe_ep
     from torch_moe_ep import MoEEpCommParams, NVLinkOneSidedConfig, create_local_group, dispatch
-    groups = create_local_group(2, MoEEpCommParams(4, 2, 8, 64), NVLinkOneSidedConfig(timeout_sec=1))
+    groups = create_local_group(2, MoEEpCommParams(4, 2, 8, 64), NVLinkOneSidedConfig(timeout_sec=1, lamport=False))
     x = torch.zeros(3, 64, device="cuda", dtype=torch.bfloat16)
     ids = torch.zeros(3, 2, device="cuda", dtype=torch.int64)
     torch.cuda.synchronize()

@@ -49,7 +49,10 @@ def create_local_group(
         ep_size: W.
         params, backend, options: as for :func:`create_communication`.
 
-    A rank's ops wait for the others': run each rank in its own thread, e.g. by :func:`run_local_group`.
+    A rank's ops wait for the others': run each rank in its own thread, e.g. by :func:`run_local_group`. On a GPU, join
+    the stream (``torch.cuda.current_stream().synchronize()``) before anything that copies to the host (``.cpu()``,
+    ``.item()``, ``print``): such a copy holds a lock of the driver while it waits, and the other threads' launches, for
+    which the kernel before it waits, need that lock.
     """
     from torch_moe_ep.config import NVLinkOneSidedConfig, ShmOneSidedConfig
 
