@@ -207,7 +207,8 @@ void lamport_combine(Communicator& comm, const CombineArgs& args, void* stream) 
   LamportCombineParams p{end.comm(comm, args.timeout_sec), args};
   p.words = static_cast<int32_t>(args.expert_output.bytes / 4);
   p.vectors = static_cast<int32_t>(lamport_vectors(args.expert_output.bytes));
-  // Each rank holds min(K, W) / W of the rows on average: with few of them, loading on suspicion costs more than it saves.
+  // Each rank holds min(K, W) / W of the rows on average: with few of them, loading on suspicion costs more than it
+  // saves.
   p.eager = comm.ep_size() <= 2 * args.max_targets;
   p.in_words = alignment_of({reinterpret_cast<int64_t>(args.expert_output.data), args.expert_output.stride}) >= 4;
   p.out_words = alignment_of({reinterpret_cast<int64_t>(args.out), args.out_stride}) >= 4;

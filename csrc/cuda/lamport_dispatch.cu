@@ -22,19 +22,20 @@ struct LamportDispatchParams {
   DeviceComm comm;
   DispatchArgs args;
   ExpertSplit split;
-  int32_t hidden_units, units;   // units of 16 bytes, the last of hidden and of scale perhaps not full
-  int32_t groups;                // of a row
+  int32_t hidden_units, units;  // units of 16 bytes, the last of hidden and of scale perhaps not full
+  int32_t groups;  // of a row
   int32_t id_vectors, choice_vectors;
-  bool early;                    // see DeviceLamport::run
-  bool eager;                    // row vectors are loaded before it is known whether the row comes
-  bool in_units, out_units;      // own rows, output rows begin on 16 bytes
+  bool early;  // see DeviceLamport::run
+  bool eager;  // row vectors are loaded before it is known whether the row comes
+  bool in_units, out_units;  // own rows, output rows begin on 16 bytes
 };
 
 // Up to 16 bytes from any address; whole units where the row begins on one.
 __device__ __forceinline__ uint4 load_unit(const char* from, int64_t left, bool aligned) {
   if (aligned && left >= 16) return load(reinterpret_cast<const Unit<16>*>(from)).v;
   uint32_t w[4] = {};
-  for (int i = 0; i < 16 && i < left; ++i) w[i / 4] |= static_cast<uint32_t>(static_cast<uint8_t>(from[i])) << 8 * (i % 4);
+  for (int i = 0; i < 16 && i < left; ++i)
+    w[i / 4] |= static_cast<uint32_t>(static_cast<uint8_t>(from[i])) << 8 * (i % 4);
   return {w[0], w[1], w[2], w[3]};
 }
 __device__ __forceinline__ void store_unit(char* to, uint4 unit, int64_t left, bool aligned) {
@@ -165,7 +166,8 @@ class LamportDispatch {
     const bool goes = rank >= 0 && transport_.is_peer(rank);
     uint64_t targets = __reduce_or_sync(0xFFFFFFFFu, goes && rank < 32 ? 1u << (rank & 31) : 0u);
     if (c_.ep_size > 32) {
-      targets |= static_cast<uint64_t>(__reduce_or_sync(0xFFFFFFFFu, goes && rank >= 32 ? 1u << (rank & 31) : 0u)) << 32;
+      targets |= static_cast<uint64_t>(__reduce_or_sync(0xFFFFFFFFu, goes && rank >= 32 ? 1u << (rank & 31) : 0u))
+                 << 32;
     }
     const int32_t vectors = lamport_lane_vectors(units);
     // Each rank begins with the target after itself, so that ranks do not all store to one.
@@ -175,8 +177,8 @@ class LamportDispatch {
       while (left != 0) {
         const int32_t p = __ffsll(static_cast<long long>(left)) - 1;
         left &= left - 1;
-        LamportVector* to =
-            transport_.window(p).lamport_row(c_.offsets, c_.shape, transport_.round(), c_.rank, t) + 128 * group + lane_;
+        LamportVector* to = transport_.window(p).lamport_row(c_.offsets, c_.shape, transport_.round(), c_.rank, t) +
+                            128 * group + lane_;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           if (i < vectors) store_vector(to + 32 * i, word[3 * i], word[3 * i + 1], word[3 * i + 2], transport_.tag());
@@ -277,7 +279,8 @@ class LamportDispatch {
 };
 
 template <bool MASK>
-__global__ void __launch_bounds__(kThreads, 2) lamport_dispatch_kernel(const __grid_constant__ LamportDispatchParams p) {
+__global__ void __launch_bounds__(kThreads, 2)
+    lamport_dispatch_kernel(const __grid_constant__ LamportDispatchParams p) {
   __shared__ LamportShared shared;
   LamportDispatch<MASK> dispatch(p, shared);
   wait_for_predecessor();

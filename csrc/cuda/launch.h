@@ -89,7 +89,7 @@ class DeviceEnd {
   // other rank needs room on this device.
   int32_t early_blocks = 0;
   bool pdl = false;
-  Plan forced;             // benchmarks only: used when forced.piece_bytes is not 0
+  Plan forced;  // benchmarks only: used when forced.piece_bytes is not 0
 
  private:
   void release();
@@ -98,7 +98,7 @@ class DeviceEnd {
   WindowShape shape_;
   char** windows_ = nullptr;
   DeviceState* state_ = nullptr;
-  PostMortem* post_mortem_ = nullptr;         // host address
+  PostMortem* post_mortem_ = nullptr;  // host address
   PostMortem* post_mortem_device_ = nullptr;  // the same bytes
 };
 

@@ -31,7 +31,8 @@ struct Targets {
   int32_t slot;      // index of the own rank among them, or -1
 };
 
-// `lanes` (8, 16 or 32) lanes side by side hold the ids of one token, this one the k-th; every lane of the warp calls it.
+// `lanes` (8, 16 or 32) lanes side by side hold the ids of one token, this one the k-th; every lane of the warp calls
+// it.
 __device__ __forceinline__ Targets find_targets(const ExpertSplit& split, int32_t id, int32_t k, int32_t lanes,
                                                 int32_t own_rank) {
   constexpr unsigned kAll = 0xFFFFFFFFu;

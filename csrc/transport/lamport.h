@@ -5,7 +5,8 @@
 // stands for "not yet there".
 //
 // Round n on rank s, in the one kernel of the op:
-//   1. header    a few vectors to every peer: what s says of its step. Block 0 awaits those of all peers before it ends.
+//   1. header    a few vectors to every peer: what s says of its step. Block 0 awaits those of all peers before it
+//   ends.
 //   2. put       dispatch: ids and weights of all R tokens (none for t >= T) to every peer; the row of token t to the
 //                ranks that own one of its experts, at [s, t]. combine: the partial of token t to its source, at
 //                [t, index of s among the token's targets].
@@ -46,14 +47,14 @@ struct alignas(16) LamportVector {
 };
 static_assert(sizeof(LamportVector) == 16);
 
-constexpr int32_t kLamportWords = 3;          // of payload in a vector
-constexpr int32_t kLamportMaxRanks = 64;      // target ranks of a token are a 64-bit mask
+constexpr int32_t kLamportWords = 3;  // of payload in a vector
+constexpr int32_t kLamportMaxRanks = 64;  // target ranks of a token are a 64-bit mask
 constexpr int32_t kLamportHeaderVectors = 6;  // a StepHeader and the op kind: 17 words
 
 MOE_EP_HD uint32_t lamport_tag(uint64_t round) { return static_cast<uint32_t>(round); }
 
-// Rows of a dispatch are cut into groups of 96 units of 16 bytes. Lane l of a warp holds units l, 32 + l and 64 + l of a
-// group, which are 12 words; vector i of them travels as vector 32 i + l of the group's 128. So both sides move whole
+// Rows of a dispatch are cut into groups of 96 units of 16 bytes. Lane l of a warp holds units l, 32 + l and 64 + l of
+// a group, which are 12 words; vector i of them travels as vector 32 i + l of the group's 128. So both sides move whole
 // units, and no word changes lanes.
 constexpr int32_t kLamportGroupUnits = 96;
 MOE_EP_HD int64_t lamport_groups(int64_t units) { return (units + kLamportGroupUnits - 1) / kLamportGroupUnits; }
