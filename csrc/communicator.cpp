@@ -50,6 +50,14 @@ void check_shape(const CommunicatorOptions& o) {
   require(s.lamport_tokens == 0 || (s.ep_size <= kLamportMaxRanks && s.lamport_choice_vectors() <= 32),
           "lamport_tokens: the Lamport transport takes at most " + std::to_string(kLamportMaxRanks) +
               " ranks, and ids and weights of 384 bytes per token");
+  const auto check_counted = [&](const char* name, int32_t tokens) {
+    require(tokens >= 0 && tokens <= s.max_tokens,
+            std::string(name) + ": expected 0..max_tokens_per_rank = " + std::to_string(s.max_tokens) + got(tokens));
+  };
+  check_counted("counted_tokens", s.counted_tokens);
+  check_counted("counted_combine_tokens", s.counted_combine_tokens);
+  require(!s.counts() || o.device == DeviceKind::kCuda, "counted_tokens: only GPUs have counted writes");
+  require(s.counts() == (o.counted != CountedPuts::kNone), "counted: expected none without counted_tokens only");
   require(s.weight_itemsize >= 1, "weight_itemsize: expected at least 1" + got(s.weight_itemsize));
   const auto check_row = [](const char* name, int64_t bytes) {
     require(bytes >= 0 && bytes % 16 == 0, std::string(name) + ": expected a multiple of 16" + got(bytes));
@@ -115,7 +123,7 @@ void Communicator::connect(const std::vector<std::string>& handles, int32_t max_
             "max_blocks: expected 1.." + std::to_string(cuda::kMaxBlocks) + got(max_blocks));
     device_end_->max_blocks = max_blocks;
     device_end_->early_blocks = early_blocks;
-    device_end_->connect(memory_->bases());
+    device_end_->connect(memory_->bases(), {});
   }
 #endif
 }

@@ -21,13 +21,14 @@ struct CommunicatorOptions {
   int32_t device_index = 0;
   std::string memory = "shm";  // on a GPU: "fabric", "posix_fd" or "cuda_ipc"
   bool enable_rank_mask = false;
+  CountedPuts counted = CountedPuts::kNone;
   bool pdl = false;            // launch with programmatic dependent launch
   WindowShape shape;
 };
 
 // Where a test may hold a rank up, to make a race that is otherwise rare happen every time.
-enum class DelayPoint : int32_t { kBeforePut = 0, kBeforeFlag = 1, kAfterFlags = 2 };
-constexpr int kDelayPoints = 3;
+enum class DelayPoint : int32_t { kBeforePut = 0, kBeforeFlag = 1, kAfterFlags = 2, kBeforeRows = 3 };
+constexpr int kDelayPoints = 4;
 
 namespace cuda {
 class DeviceEnd;

@@ -3,6 +3,7 @@
 // A window belongs to one rank and is mapped by all its peers. Who writes what:
 //   flags, headers, done, ids, weights, eplb, landing   put by peers (row s is written by rank s alone)
 //   lamport_*                                           put by peers; two sets, by the parity of the round
+//   totals, counters, counted_rows                      put by peers (csrc/transport/counted.h)
 //   stage                                               written by the owner, read (get) by peers
 // So no two ranks ever write the same byte, and a rank only ever reads its own window and its peers' stages.
 #pragma once
@@ -13,6 +14,7 @@
 #include "csrc/ep.h"
 #include "csrc/fp8.h"
 #include "csrc/routing.h"
+#include "csrc/transport/counted.h"
 #include "csrc/transport/lamport.h"
 
 namespace moe_ep {
@@ -26,11 +28,14 @@ struct WindowShape {
   int32_t weight_itemsize = 4;    // bytes of one routing weight
   int32_t flag_blocks = 1;        // flags per peer: one on the host, one per thread block on a GPU
   int32_t lamport_tokens = 0;     // L, the largest R that the Lamport transport takes; 0 = it is off
+  int32_t counted_tokens = 0;         // the largest R that counted writes dispatch; 0 = none
+  int32_t counted_combine_tokens = 0; // the largest R that they combine
   int64_t dispatch_row_bytes = 0; // B: hidden + scale, each rounded up to 16
   int64_t combine_row_bytes = 0;  // bytes of one landing row, a multiple of 16
   CombineWire wire = CombineWire::kRows;
 
   MOE_EP_HD int32_t max_targets() const { return max_top_k < ep_size ? max_top_k : ep_size; }  // M
+  MOE_EP_HD bool counts() const { return counted_tokens > 0 || counted_combine_tokens > 0; }
   // Vectors of a (source, token) pair, and of a partial, of the Lamport transport.
   MOE_EP_HD int64_t lamport_row_vectors() const { return 128 * lamport_groups(dispatch_row_bytes / 16); }
   MOE_EP_HD int64_t lamport_choice_vectors() const { return lamport_vectors(max_top_k * (4ll + weight_itemsize)); }
@@ -121,6 +126,9 @@ struct Window {
     int64_t lamport_choices;   // [W, L] ids and weights of a token
     int64_t lamport_rows;      // [W, L] rows of a dispatch
     int64_t lamport_partials;  // [L, M] rows of a combine
+    int64_t totals;        // uint64 [2 parities, kCountedBlocks, W]
+    int64_t counters;      // uint64 [W, kCountedBlocks], each on 256 bytes
+    int64_t counted_rows;  // [W, counted_tokens] rows of dispatch_row_bytes
     int64_t bytes;    // the size is where the walk ends
   };
 
@@ -143,6 +151,10 @@ struct Window {
     o.lamport_choices = at;   at = round_up(at + set * w * l * s.lamport_choice_vectors(), 128);
     o.lamport_rows = at;      at = round_up(at + set * w * l * s.lamport_row_vectors(), 128);
     o.lamport_partials = at;  at = round_up(at + set * l * s.max_targets() * s.lamport_partial_vectors(), 128);
+    const int64_t counters = s.counts() ? w * kCountedBlocks : 0, rows = w * s.counted_tokens;
+    o.totals = at;        at = round_up(at + 2 * counters * 8, s.counts() ? kCounterBytes : 128);
+    o.counters = at;      at = round_up(at + counters * kCounterBytes, 128);
+    o.counted_rows = at;  at = round_up(at + rows * s.dispatch_row_bytes, 128);
     // clang-format on
     o.bytes = at;
     return o;
@@ -192,6 +204,17 @@ struct Window {
                                            int32_t slot) const {
     const int64_t pair = (set(round) * s.lamport_tokens + token) * s.max_targets() + slot;
     return vectors(o.lamport_partials) + pair * s.lamport_partial_vectors();
+  }
+  MOE_EP_HD uint64_t* total(const Offsets& o, const WindowShape& s, uint64_t round, int32_t from, int32_t block) const {
+    return reinterpret_cast<uint64_t*>(base + o.totals) + (set(round) * kCountedBlocks + block) * s.ep_size + from;
+  }
+  MOE_EP_HD uint64_t* counter(const Offsets& o, int32_t from, int32_t block) const {
+    const int64_t nth = static_cast<int64_t>(from) * kCountedBlocks + block;
+    return reinterpret_cast<uint64_t*>(base + o.counters + nth * kCounterBytes);
+  }
+  MOE_EP_HD char* counted_row(const Offsets& o, const WindowShape& s, int32_t from, int32_t token) const {
+    const int64_t pair = static_cast<int64_t>(from) * s.counted_tokens + token;
+    return base + o.counted_rows + pair * s.dispatch_row_bytes;
   }
 
  private:

@@ -19,7 +19,8 @@ DelayPoint delay_point(const std::string& name) {
   if (name == "before_put") return DelayPoint::kBeforePut;
   if (name == "before_flag") return DelayPoint::kBeforeFlag;
   if (name == "after_flags") return DelayPoint::kAfterFlags;
-  throw ArgumentError("point: expected before_put, before_flag or after_flags, got " + name);
+  if (name == "before_rows") return DelayPoint::kBeforeRows;
+  throw ArgumentError("point: expected before_put, before_flag, after_flags or before_rows, got " + name);
 }
 
 CombineWire combine_wire(const std::string& name) {
@@ -27,6 +28,16 @@ CombineWire combine_wire(const std::string& name) {
   if (name == "fp8") return CombineWire::kFp8;
   if (name == "fp8_plain") return CombineWire::kFp8Plain;
   throw ArgumentError("wire: expected rows, fp8 or fp8_plain, got " + name);
+}
+
+CountedPuts counted_puts(const std::string& name) {
+  if (name.empty()) return CountedPuts::kNone;
+  if (name == "fabric") return CountedPuts::kFabric;
+  if (name == "emulated") return CountedPuts::kEmulated;
+  throw ArgumentError("counted: expected fabric, emulated or nothing, got " + name);
+}
+const char* counted_name(CountedPuts puts) {
+  return puts == CountedPuts::kNone ? "" : puts == CountedPuts::kFabric ? "fabric" : "emulated";
 }
 
 RankMask mask_of(const std::vector<int>& ranks, int32_t ep_size) {
@@ -60,8 +71,12 @@ py::dict describe(const std::string& name) {
   d["window_bytes"] = o.bytes;
   d["stage_bytes"] = o.landing - o.stage;
   d["landing_bytes"] = o.lamport_headers - o.landing;
-  d["lamport_bytes"] = o.bytes - o.lamport_headers;
+  d["lamport_bytes"] = o.totals - o.lamport_headers;
   d["lamport_max_tokens"] = s.lamport_tokens;
+  d["counted"] = counted_name(comm->options().counted);
+  d["counted_bytes"] = o.bytes - o.totals;
+  d["counted_max_tokens_for_dispatch"] = s.counted_tokens;
+  d["counted_max_tokens_for_combine"] = s.counted_combine_tokens;
   d["routing_bytes"] = o.stage;
   d["rounds"] = comm->rounds();
   d["last_error"] = comm->failure();
@@ -88,8 +103,13 @@ PYBIND11_MODULE(_C, m) {
 #ifdef MOE_EP_CUDA
   m.attr("has_cuda") = true;
   m.attr("MAX_BLOCKS") = cuda::kMaxBlocks;
-  m.def("resident_blocks", &cuda::resident_blocks, py::arg("device_index"),
-        "Thread blocks of the kernels that the device holds at once. Loads the kernels.");
+  m.def(
+      "resident_blocks",
+      [](int32_t device_index, const std::string& counted) {
+        return cuda::resident_blocks(device_index, counted_puts(counted));
+      },
+      py::arg("device_index"), py::arg("counted") = "",
+      "Thread blocks of the kernels that the device holds at once, with those of counted writes. Loads the kernels.");
   m.def(
       "force_plan",
       [](const std::string& name, int32_t groups, int32_t pieces, int32_t threads, bool descending) {
@@ -114,7 +134,8 @@ PYBIND11_MODULE(_C, m) {
       [](const std::string& name, int32_t rank, int32_t ep_size, const std::string& device, int32_t device_index,
          const std::string& memory, bool enable_rank_mask, bool pdl, int32_t max_tokens, int32_t max_top_k,
          int32_t eplb_experts, int32_t weight_itemsize, int64_t dispatch_row_bytes, int64_t combine_row_bytes,
-         const std::string& wire, int32_t lamport_max_tokens) {
+         const std::string& wire, int32_t lamport_max_tokens, const std::string& counted,
+         int32_t counted_max_tokens_for_dispatch, int32_t counted_max_tokens_for_combine) {
         CommunicatorOptions options;
         options.name = name;
         options.rank = rank;
@@ -133,12 +154,17 @@ PYBIND11_MODULE(_C, m) {
         shape.combine_row_bytes = combine_row_bytes;
         shape.wire = combine_wire(wire);
         shape.lamport_tokens = lamport_max_tokens;
+        options.counted = counted_puts(counted);
+        shape.counted_tokens = counted_max_tokens_for_dispatch;
+        shape.counted_combine_tokens = counted_max_tokens_for_combine;
         return py::bytes(moe_ep::open(options)->memory().handle());
       },
       py::kw_only(), py::arg("name"), py::arg("rank"), py::arg("ep_size"), py::arg("device"), py::arg("device_index"),
       py::arg("memory") = "shm", py::arg("enable_rank_mask"), py::arg("pdl") = false, py::arg("max_tokens"),
       py::arg("max_top_k"), py::arg("eplb_experts"), py::arg("weight_itemsize"), py::arg("dispatch_row_bytes"),
       py::arg("combine_row_bytes"), py::arg("wire") = "rows", py::arg("lamport_max_tokens") = 0,
+      py::arg("counted") = "", py::arg("counted_max_tokens_for_dispatch") = 0,
+      py::arg("counted_max_tokens_for_combine") = 0,
       "Allocates this rank's window under `name`; returns the handle its peers connect to.");
   m.def("fp8_row_bytes", &fp8_row_bytes, py::arg("hidden_size"), "Bytes of a partial that travels as FP8.");
   m.def(
@@ -147,7 +173,8 @@ PYBIND11_MODULE(_C, m) {
         find(name)->connect(handles, max_blocks, early_blocks);
       },
       py::arg("name"), py::arg("handles"), py::arg("max_blocks") = 1, py::arg("early_blocks") = 0,
-      "Maps the windows of all ranks (handles by rank); a GPU's kernels use at most max_blocks thread blocks, and those "
+      "Maps the windows of all ranks (handles by rank); a GPU's kernels use at most max_blocks thread blocks, and "
+      "those "
       "of at most early_blocks let the next kernel's blocks be launched before the round is complete.");
   m.def(
       "suspend", [](const std::string& name) { find(name)->suspend(); },

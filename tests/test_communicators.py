@@ -325,7 +325,7 @@ def run_describe(rank: Rank, w: int, c: int, h: int, k: int, extra: int, itemsiz
         flags = 512 if rank.device.type == "cuda" else 1  # of a peer and parity: one per thread block
         least = w * (2 * 8 * flags + 8 + 2 * 64) + w * c * k * 8
         assert least <= d["routing_bytes"] < least + 8 * 128
-        parts = (d[f"{part}_bytes"] for part in ("stage", "landing", "routing", "lamport"))
+        parts = (d[f"{part}_bytes"] for part in ("stage", "landing", "routing", "lamport", "counted"))
         assert group.window_bytes == d["window_bytes"] == sum(parts)
         assert (d["lamport_bytes"] > 0) == (d["lamport_max_tokens"] > 0)
         assert {key: d[key] for key in ("name", "rank", "ep_size", "device", "max_tokens_per_rank", "max_top_k")} == {

@@ -139,6 +139,9 @@ class WindowSpec:
     pdl: bool = False
     num_sms: int | None = None
     lamport_max_tokens: int = 0  # 0: the Lamport transport is off
+    counted: str = ""  # how counted writes are made: "" not at all, fabric (in windows of that kind alone), or emulated
+    counted_max_tokens_for_dispatch: int = 0
+    counted_max_tokens_for_combine: int = 0
 
 
 @dataclass
@@ -261,7 +264,7 @@ def open_window(
     def close() -> None:
         _C.close(name)
 
-    def attempt(memory: str) -> tuple[int, int]:
+    def attempt(memory: str, counted: str) -> tuple[int, int]:
         def allocate() -> tuple[bytes, tuple[str, int]]:
             handle = _C.open(
                 name=name,
@@ -280,8 +283,11 @@ def open_window(
                 combine_row_bytes=spec.combine_row_bytes,
                 wire=spec.wire,
                 lamport_max_tokens=spec.lamport_max_tokens,
+                counted=counted,
+                counted_max_tokens_for_dispatch=spec.counted_max_tokens_for_dispatch if counted else 0,
+                counted_max_tokens_for_combine=spec.counted_max_tokens_for_combine if counted else 0,
             )
-            return handle, device_share(device, spec.num_sms)
+            return handle, device_share(device, spec.num_sms, counted)
 
         try:
             allocated = _agree(exchange, f"allocating the windows ({memory})", allocate, close)
@@ -304,15 +310,20 @@ def open_window(
             close()
             raise
 
+    attempts = [(memory, "") for memory in spec.memory]
+    if spec.counted == "emulated":
+        attempts = [(memory, spec.counted) for memory in spec.memory]
+    elif spec.counted and "fabric" in spec.memory:  # windows without endpoints are better than none
+        attempts.insert(spec.memory.index("fabric"), ("fabric", spec.counted))
     failures = []
-    for memory in spec.memory:
+    for memory, counted in attempts:
         try:
-            blocks = attempt(memory)
+            blocks = attempt(memory, counted)
             break
         except RuntimeError as error:  # raised alike on all ranks, so that all of them try the next kind
             failures.append(str(error))
-            if bootstrap.rank == 0 and len(spec.memory) > 1:
-                logger.info("%s: no %s memory: %s", name, memory, error)
+            if bootstrap.rank == 0 and len(attempts) > 1:
+                logger.info("%s: no %s memory%s: %s", name, memory, " with endpoints" if counted else "", error)
     else:
         raise RuntimeError("; ".join(failures))
     window = SharedWindow(name, torch.zeros(1, device=device), (key, group), exchange, *blocks)
@@ -321,11 +332,11 @@ def open_window(
     return window
 
 
-def device_share(device: torch.device, num_sms: int | None) -> tuple[str, int]:
+def device_share(device: torch.device, num_sms: int | None, counted: str = "") -> tuple[str, int]:
     """What identifies a device among all hosts, and the thread blocks it gives to the ranks that live on it."""
     if device.type == "cpu":
         return "cpu", 1
-    blocks = _C.resident_blocks(device.index)
+    blocks = _C.resident_blocks(device.index, counted)
     properties = torch.cuda.get_device_properties(device)
     if num_sms is not None:
         blocks = max(1, blocks * num_sms // properties.multi_processor_count)

@@ -10,8 +10,10 @@ namespace {
 
 template <class T, class Wire, bool MASK>
 __global__ void __launch_bounds__(kThreads, 2) combine_kernel(const __grid_constant__ CombineParams p) {
-  __shared__ CombineShared shared;
-  CombineBlock<T, Wire, MASK> block(p, shared);
+  using Block = CombineBlock<T, Wire, DeviceFence<MASK>>;
+  __shared__ typename Block::Shared shared;
+  DeviceFence<MASK> fence(p.comm, OpKind::kCombine, shared.fence);
+  Block block(p, shared, fence);
   wait_for_predecessor();
   block.run();
 }
@@ -118,6 +120,7 @@ void combine(Communicator& comm, const CombineArgs& args, void* stream) {
   DeviceEnd& end = *comm.device_end();
   end.raise_failure(comm, OpKind::kCombine);
   if (takes_lamport(comm, args)) return lamport_combine(comm, args, stream);
+  if (takes_counted(comm, args)) return counted_combine(comm, args, stream);
   const bool mask = comm.options().enable_rank_mask, alone = comm.ep_size() == 1;
   const bool fp8 = comm.shape().wire != CombineWire::kRows && !alone;
   const int64_t itemsize = element_size(args.element_type);

@@ -18,8 +18,6 @@
 
 namespace moe_ep::cuda {
 
-constexpr int kCombineTile = 1024;  // (source, token) pairs, or (token, target) pairs, looked at together
-
 struct CombineParams {
   DeviceComm comm;
   CombineArgs args;
@@ -32,12 +30,15 @@ struct CombineParams {
 
 constexpr intptr_t kOwn = 1;  // addresses of rows are even
 
+template <bool COUNTED>
 struct CombineShared {
+  static constexpr int kTile = COUNTED ? 512 : 1024;  // (source, token) or (token, target) pairs looked at together
   FenceShared fence;
   int32_t count;
-  const char* source[kCombineTile];
-  char* target[kCombineTile];
-  const char* partial[kCombineTile];  // [token, target] of the sum: a landing row, expert_output's row + kOwn, or null
+  const char* source[kTile];
+  char* target[kTile];                 // counted: the same place in the own window
+  int16_t rank[COUNTED ? kTile : 1];   // counted: of the target
+  const char* partial[kTile];  // [token, target] of the sum: a landing row, expert_output's row + kOwn, or null
 };
 
 // How partials travel. A wire knows what a thread handles at a time (a unit of kElements elements), how it is put into
@@ -46,6 +47,7 @@ struct CombineShared {
 // Rows travel as they are: a unit is the widest that divides every address of the step.
 template <class T, int BYTES>
 struct RowWire {
+  static constexpr int kBytes = BYTES;
   static constexpr int kElements = BYTES / static_cast<int>(sizeof(T));
   using Value = Unit<BYTES>;
 
@@ -181,14 +183,17 @@ struct Fp8Wire {
   }
 };
 
-template <class T, class Wire, bool MASK>
+// Transport: DeviceFence, or DeviceCounted, which pushes partials that count themselves.
+template <class T, class Wire, class Transport>
 class CombineBlock {
  public:
-  __device__ CombineBlock(const CombineParams& p, CombineShared& shared)
+  using Shared = CombineShared<Transport::kCounted>;
+
+  __device__ CombineBlock(const CombineParams& p, Shared& shared, Transport& transport)
       : a_(p.args),
         c_(p.comm),
         shared_(shared),
-        fence_(p.comm, OpKind::kCombine, shared.fence),
+        transport_(transport),
         group_(divide(static_cast<int32_t>(blockIdx.x), p.plan.pieces)),
         groups_(p.plan.groups),
         descending_(p.plan.descending),
@@ -199,14 +204,27 @@ class CombineBlock {
   }
 
   __device__ void run() {
-    fence_.begin(a_.mask);
+    transport_.begin(a_.mask);
     const StepHeader header = step_header(a_);  // whole in every block: a long wait compares headers
-    put();
-    fence_.put_header(header);
-    fence_.signal(a_.num_tokens);
-    if (early_) launch_dependents();  // signal() holds a barrier: the block has put everything
+    if constexpr (Transport::kCounted) {
+      __syncthreads();
+      transport_.await_reuse();
+      count_partials();
+      transport_.announce(static_cast<int64_t>(units_) * Wire::kBytes);
+    } else {
+      put([&] { transport_.await_reuse(); });
+    }
+    transport_.put_header(header);
+    transport_.signal(a_.num_tokens);  // holds a barrier
+    if constexpr (Transport::kCounted) {
+      transport_.begin_puts();
+      put([] {});
+      if (early_) __syncthreads();
+    }
+    if (early_) launch_dependents();  // the block has put everything
     list_partials(0);  // while the flags travel
-    fence_.await(static_cast<int32_t>(blockIdx.x), header);
+    transport_.await(static_cast<int32_t>(blockIdx.x), header);
+    if constexpr (Transport::kCounted) transport_.await_rows();
     if (!early_) launch_dependents();
     if (a_.max_targets <= 2) {
       reduce<2, 6>();
@@ -215,8 +233,9 @@ class CombineBlock {
     } else {
       reduce<8, 1>();
     }
-    fence_.check_headers(header);
-    fence_.end();
+    transport_.check_headers(header);
+    if constexpr (Transport::kCounted) transport_.finish_puts();
+    transport_.end();
   }
 
  private:
@@ -230,37 +249,75 @@ class CombineBlock {
     return a_.expert_output.data + (static_cast<int64_t>(source) * a_.tokens_per_rank + t) * a_.expert_output.stride;
   }
 
-  __device__ void put() {
-    const int32_t tokens = share_of(a_.tokens_per_rank);
-    const int32_t pairs = (c_.ep_size - 1) * tokens;
+  // The q-th pair of a peer and one of its tokens in this group, and the landing slot of the partial for it; -1: none.
+  struct Pair {
+    int32_t source, t, slot;
+  };
+  __device__ Pair pair(int32_t q, int32_t tokens) const {
+    const int32_t nth = divide(q, tokens), t = token(q - nth * tokens, a_.tokens_per_rank);
+    const int32_t next = c_.rank + 1 + nth, source = next < c_.ep_size ? next : next - c_.ep_size;
+    const int32_t slot = a_.routing[static_cast<int64_t>(1 + source) * a_.tokens_per_rank + t];
+    return {source, t, slot < a_.max_targets && transport_.is_peer(source) ? slot : -1};
+  }
+  __device__ int32_t pairs() const { return (c_.ep_size - 1) * share_of(a_.tokens_per_rank); }
+
+  __device__ void count_partials() {
+    const int32_t tokens = share_of(a_.tokens_per_rank), n = pairs();
+    for (int32_t q = static_cast<int32_t>(threadIdx.x); q < n; q += static_cast<int32_t>(blockDim.x)) {
+      const Pair at = pair(q, tokens);
+      if (at.slot >= 0) transport_.count_row(at.source);
+    }
+  }
+
+  // `before_first_store` runs once, by every thread.
+  template <class Before>
+  __device__ void put(const Before& before_first_store) {
+    const int32_t tokens = share_of(a_.tokens_per_rank), all = pairs();
     int32_t begin = 0;
     do {
       if (begin > 0) __syncthreads();  // the list of the tile before has been read
       if (threadIdx.x == 0) shared_.count = 0;
       __syncthreads();
-      const int32_t end = pairs - begin < kCombineTile ? pairs : begin + kCombineTile;
+      const int32_t end = all - begin < Shared::kTile ? all : begin + Shared::kTile;
       for (int32_t q = begin + static_cast<int32_t>(threadIdx.x); q < end; q += static_cast<int32_t>(blockDim.x)) {
-        const int32_t nth = divide(q, tokens), t = token(q - nth * tokens, a_.tokens_per_rank);
-        const int32_t next = c_.rank + 1 + nth, source = next < c_.ep_size ? next : next - c_.ep_size;
-        const int32_t slot = a_.routing[static_cast<int64_t>(1 + source) * a_.tokens_per_rank + t];
-        if (slot < 0 || slot >= a_.max_targets || !fence_.is_peer(source)) continue;
+        const Pair found = pair(q, tokens);
+        if (found.slot < 0) continue;
         const int32_t at = atomicAdd(&shared_.count, 1);
-        shared_.source[at] = partial_of(source, t);
-        shared_.target[at] = fence_.window(source).landing(c_.offsets, c_.shape, t, slot);
+        shared_.source[at] = partial_of(found.source, found.t);
+        if constexpr (Transport::kCounted) shared_.rank[at] = static_cast<int16_t>(found.source);
+        const Window window = Transport::kCounted ? transport_.own() : transport_.window(found.source);
+        shared_.target[at] = window.landing(c_.offsets, c_.shape, found.t, found.slot);
       }
       __syncthreads();
-      Wire::put(
-          a_, shared_.count, first_unit_, units_, [&](int32_t i) { return shared_.source[i]; },
-          [&](int32_t i) { return shared_.target[i]; },
-          [&] {
-            if (begin == 0) fence_.await_reuse();
-          });
-      begin += kCombineTile;
-    } while (begin < pairs);
+      if constexpr (Transport::kCounted) {
+        put_counted();
+      } else {
+        Wire::put(
+            a_, shared_.count, first_unit_, units_, [&](int32_t i) { return shared_.source[i]; },
+            [&](int32_t i) { return shared_.target[i]; },
+            [&] {
+              if (begin == 0) before_first_store();
+            });
+      }
+      begin += Shared::kTile;
+    } while (begin < all);
+  }
+
+  // Every chunk of every partial in the list, by one warp.
+  __device__ void put_counted() {
+    const int64_t bytes = static_cast<int64_t>(units_) * Wire::kBytes;
+    const int64_t first_byte = static_cast<int64_t>(first_unit_) * Wire::kBytes;
+    const int32_t warps = static_cast<int32_t>(blockDim.x) / 32, chunks = Transport::chunks_of(bytes);
+    for (int32_t at = static_cast<int32_t>(threadIdx.x) / 32; at < shared_.count * chunks; at += warps) {
+      const int32_t i = divide(at, chunks);
+      const auto chunk = Transport::chunk(at - i * chunks, bytes);
+      transport_.load_chunk(shared_.source[i] + first_byte, chunk);
+      transport_.put_chunk(shared_.rank[i], shared_.target[i] - transport_.own().base + first_byte, chunk);
+    }
   }
 
   // Tokens of a tile of the sum: their partials fill the list.
-  __device__ int32_t tile_tokens() const { return divide(kCombineTile, a_.max_targets); }
+  __device__ int32_t tile_tokens() const { return divide(Shared::kTile, a_.max_targets); }
 
   __device__ void list_partials(int32_t begin) {
     const int32_t tokens = share_of(a_.num_tokens), targets = a_.max_targets;
@@ -269,10 +326,10 @@ class CombineBlock {
       const int32_t nth = divide(i, targets), j = i - nth * targets;
       const int32_t t = token(begin + nth, a_.num_tokens);
       const int32_t rank = a_.routing[static_cast<int64_t>(1 + c_.ep_size + j) * a_.tokens_per_rank + t];
-      const bool counts = rank >= 0 && rank < c_.ep_size && fence_.is_active(rank) && fence_.is_active(c_.rank);
+      const bool counts = rank >= 0 && rank < c_.ep_size && transport_.is_active(rank) && transport_.is_active(c_.rank);
       shared_.partial[i] = !counts           ? nullptr
                            : rank == c_.rank ? partial_of(rank, t) + kOwn
-                                             : fence_.own().landing(c_.offsets, c_.shape, t, j);
+                                             : transport_.own().landing(c_.offsets, c_.shape, t, j);
     }
   }
 
@@ -350,8 +407,8 @@ class CombineBlock {
 
   const CombineArgs& a_;
   const DeviceComm& c_;
-  CombineShared& shared_;
-  DeviceFence<MASK> fence_;
+  Shared& shared_;
+  Transport& transport_;
   const int32_t group_, groups_;
   const bool descending_;
   const bool early_;

@@ -11,7 +11,8 @@ namespace {
 template <int BYTES, bool MASK>
 __global__ void __launch_bounds__(kThreads, 2) dispatch_kernel(const __grid_constant__ DispatchParams p) {
   __shared__ DispatchShared shared;
-  DispatchBlock<BYTES, MASK> block(p, shared);
+  DeviceFence<MASK> fence(p.comm, OpKind::kDispatch, shared.fence);
+  DispatchBlock<BYTES, DeviceFence<MASK>> block(p, shared, fence);
   wait_for_predecessor();
   block.run();
 }
@@ -81,6 +82,7 @@ void dispatch(Communicator& comm, const DispatchArgs& args, void* stream) {
   DeviceEnd& end = *comm.device_end();
   end.raise_failure(comm, OpKind::kDispatch);
   if (takes_lamport(comm, args)) return lamport_dispatch(comm, args, stream);
+  if (takes_counted(comm, args)) return counted_dispatch(comm, args, stream);
   const bool mask = comm.options().enable_rank_mask;
   DispatchParams p{end.comm(comm, args.timeout_sec), args, end.plan(args.tokens_per_rank, args.hidden.bytes),
                    ExpertSplit(args.num_experts, comm.ep_size()), mask};

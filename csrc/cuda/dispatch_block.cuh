@@ -37,14 +37,15 @@ struct DispatchShared {
   int32_t row[kDispatchTile];           // of the output
 };
 
-template <int BYTES, bool MASK>
+// Transport: DeviceFence, or DeviceCounted, which pushes rows where the fence stages them and lets peers get them.
+template <int BYTES, class Transport>
 class DispatchBlock {
  public:
-  __device__ DispatchBlock(const DispatchParams& p, DispatchShared& shared)
+  __device__ DispatchBlock(const DispatchParams& p, DispatchShared& shared, Transport& transport)
       : a_(p.args),
         c_(p.comm),
         shared_(shared),
-        fence_(p.comm, OpKind::kDispatch, shared.fence),
+        transport_(transport),
         split_(p.split),
         group_(divide(static_cast<int32_t>(blockIdx.x), p.plan.pieces)),
         groups_(p.plan.groups),
@@ -59,25 +60,29 @@ class DispatchBlock {
   }
 
   __device__ void run() {
-    fence_.begin(a_.mask);
+    transport_.begin(a_.mask);
     stage_rows();
     const StepHeader header = step_header(a_);
-    fence_.put_header(header);
-    fence_.signal(a_.num_tokens);
-    if (early_) launch_dependents();  // signal() holds a barrier: the block has put everything
-    if (threadIdx.x == 0) shared_.fence.tokens[c_.rank] = fence_.is_active(c_.rank) ? a_.num_tokens : 0;
+    transport_.put_header(header);
+    if constexpr (Transport::kCounted) transport_.announce(static_cast<int64_t>(units_) * BYTES + own_scale_bytes());
+    transport_.signal(a_.num_tokens);  // holds a barrier
+    if constexpr (Transport::kCounted) put_rows();
+    if (early_) launch_dependents();  // the block has put everything
+    if (threadIdx.x == 0) shared_.fence.tokens[c_.rank] = transport_.is_active(c_.rank) ? a_.num_tokens : 0;
     // Own rows while the flags travel, where they are worth a pass of their own.
     const bool own_first = static_cast<int64_t>(own_tokens_) * units_ * BYTES >= kOwnFirstBytes;
     for (int pass = own_first ? 0 : 1; pass < 2; ++pass) {
       if (pass == 1) {
-        fence_.await(group_ * pieces_, header);
+        transport_.await(group_ * pieces_, header);
+        if constexpr (Transport::kCounted) transport_.await_rows();
         if (!early_) launch_dependents();
       }
       receive(c_.rank + (own_first ? pass : 0), pass == 0 ? 1 : c_.ep_size - (own_first ? 1 : 0));
     }
-    fence_.check_headers(header);
+    transport_.check_headers(header);
     gather_eplb();
-    fence_.end();
+    if constexpr (Transport::kCounted) transport_.finish_puts();
+    transport_.end();
   }
 
  private:
@@ -90,7 +95,7 @@ class DispatchBlock {
   // Steps 1 and 2. Own rows into the own window, and piece 0 the ids, weights and statistics of the group to all peers:
   // for that, warps form a team per peer, as far as they go.
   __device__ void stage_rows() {
-    const Window own = fence_.own();
+    const Window own = transport_.own();
     const int32_t warps = static_cast<int32_t>(blockDim.x) / 32;
     const int32_t teams = c_.ep_size - 1 < warps ? c_.ep_size - 1 : warps;
     const int32_t team_size = divide(warps, teams) * 32;
@@ -106,25 +111,31 @@ class DispatchBlock {
       first_id = own_id_at(lane);
       if (words) first_weight = own_weight_at(lane);
     }
-    copy_rows<BYTES, 8>(
-        own_tokens_, units_, [&](int32_t i) { return a_.hidden.data + token(i) * a_.hidden.stride + first_byte_; },
-        [&](int32_t i) { return own.stage(c_.offsets, c_.shape, token(i)) + first_byte_; },
-        [&] {
-          __syncthreads();
-          fence_.await_reuse();
-        });
-    if (piece_ == pieces_ - 1 && a_.scale.bytes > 0) {
-      const int64_t offset = round_up(a_.hidden.bytes, 16);
-      copy_bytes(
-          own_tokens_, a_.scale.bytes, static_cast<int32_t>(threadIdx.x), static_cast<int32_t>(blockDim.x),
-          [&](int32_t i) { return a_.scale.data + token(i) * a_.scale.stride; },
-          [&](int32_t i) { return own.stage(c_.offsets, c_.shape, token(i)) + offset; });
+    if constexpr (Transport::kCounted) {
+      __syncthreads();
+      transport_.await_reuse();
+      count_rows();
+    } else {
+      copy_rows<BYTES, 8>(
+          own_tokens_, units_, [&](int32_t i) { return a_.hidden.data + token(i) * a_.hidden.stride + first_byte_; },
+          [&](int32_t i) { return own.stage(c_.offsets, c_.shape, token(i)) + first_byte_; },
+          [&] {
+            __syncthreads();
+            transport_.await_reuse();
+          });
+      if (own_scale_bytes() > 0) {
+        const int64_t offset = round_up(a_.hidden.bytes, 16);
+        copy_bytes(
+            own_tokens_, a_.scale.bytes, static_cast<int32_t>(threadIdx.x), static_cast<int32_t>(blockDim.x),
+            [&](int32_t i) { return a_.scale.data + token(i) * a_.scale.stride; },
+            [&](int32_t i) { return own.stage(c_.offsets, c_.shape, token(i)) + offset; });
+      }
     }
     if (!puts) return;
     for (int32_t i = 1 + team; i < c_.ep_size; i += teams) {
       const int32_t p = c_.rank + i < c_.ep_size ? c_.rank + i : c_.rank + i - c_.ep_size;
-      if (!fence_.is_peer(p)) continue;
-      const Window window = fence_.window(p);
+      if (!transport_.is_peer(p)) continue;
+      const Window window = transport_.window(p);
       int32_t* out_ids = window.ids(c_.offsets, c_.shape, c_.rank);
       char* out_weights = window.weights(c_.offsets, c_.shape, c_.rank);
       for (int32_t at = lane; at < ids; at += team_size) {
@@ -144,6 +155,54 @@ class DispatchBlock {
       for (int32_t j = lane; j < a_.num_eplb; j += team_size) stats[j] = a_.eplb[j];
     }
   }
+  // Of a row, in this block's care: the last piece has them.
+  __device__ int64_t own_scale_bytes() const { return piece_ == pieces_ - 1 ? a_.scale.bytes : 0; }
+
+  // The ranks that own token t goes to, one per lane: -1 in all other lanes. By a whole warp.
+  __device__ int32_t peer_of_lane(int32_t t) const {
+    const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
+    const Targets found = find_targets(split_, lane < a_.top_k ? own_id(t, lane) : -1, lane, 32, c_.rank);
+    return found.fresh && transport_.is_peer(found.rank) ? found.rank : -1;
+  }
+  __device__ void count_rows() {
+    const int32_t warps = static_cast<int32_t>(blockDim.x) / 32;
+    for (int32_t i = static_cast<int32_t>(threadIdx.x) / 32; i < own_tokens_; i += warps) {
+      const int32_t rank = peer_of_lane(token(i));
+      if (rank >= 0) transport_.count_row(rank);
+    }
+  }
+  // Every chunk of every own row, by one warp, to all ranks that the token goes to.
+  __device__ void put_rows() {
+    transport_.begin_puts();
+    const int32_t warps = static_cast<int32_t>(blockDim.x) / 32;
+    const int64_t hidden_bytes = static_cast<int64_t>(units_) * BYTES, scale_bytes = own_scale_bytes();
+    const int32_t chunks = Transport::chunks_of(hidden_bytes), all = chunks + Transport::chunks_of(scale_bytes);
+    for (int32_t at = static_cast<int32_t>(threadIdx.x) / 32; at < own_tokens_ * all; at += warps) {
+      const int32_t i = divide(at, all), nth = at - i * all, t = token(i);
+      const int32_t rank = peer_of_lane(t);
+      unsigned goes = __ballot_sync(0xFFFFFFFFu, rank >= 0);
+      if (goes == 0) continue;
+      const bool hidden = nth < chunks;
+      const auto chunk = Transport::chunk(hidden ? nth : nth - chunks, hidden ? hidden_bytes : scale_bytes);
+      transport_.load_chunk(
+          hidden ? a_.hidden.data + t * a_.hidden.stride + first_byte_ : a_.scale.data + t * a_.scale.stride, chunk);
+      const char* row = transport_.own().counted_row(c_.offsets, c_.shape, c_.rank, t);
+      const int64_t offset = row - transport_.own().base + (hidden ? first_byte_ : a_.hidden.bytes);
+      for (; goes != 0; goes &= goes - 1) {
+        transport_.put_chunk(__shfl_sync(0xFFFFFFFFu, rank, __ffs(static_cast<int>(goes)) - 1), offset, chunk);
+      }
+    }
+    if (early_) __syncthreads();
+  }
+  // Where the row of a peer's token is taken from.
+  __device__ const char* row_of(int32_t source, int32_t t) const {
+    if constexpr (Transport::kCounted) {
+      return transport_.own().counted_row(c_.offsets, c_.shape, source, t);
+    } else {
+      return transport_.window(source).stage(c_.offsets, c_.shape, t);
+    }
+  }
+
   // The at-th id and weight of the group's own tokens, laid end to end.
   __device__ int32_t own_id_at(int32_t at) const {
     const int32_t j = divide(at, a_.top_k);
@@ -204,7 +263,7 @@ class DispatchBlock {
     if (k >= a_.top_k || c.t >= shared_.fence.tokens[c.source]) return c;
     const bool own = c.source == c_.rank;
     c.id = own ? own_id(c.t, k)
-               : fence_.own().ids(c_.offsets, c_.shape, c.source)[static_cast<int64_t>(c.t) * a_.top_k + k];
+               : transport_.own().ids(c_.offsets, c_.shape, c.source)[static_cast<int64_t>(c.t) * a_.top_k + k];
     if (weights_are_words()) c.weight = reinterpret_cast<const uint32_t*>(weights_of(c.source, c.t))[k];
     return c;
   }
@@ -218,20 +277,18 @@ class DispatchBlock {
     const int32_t row = source * a_.tokens_per_rank + t;
     if (slot >= 0 && k == 0) {
       const int32_t at = atomicAdd(&shared_.count, 1);
-      const char* from =
-          own ? a_.hidden.data + t * a_.hidden.stride : fence_.window(source).stage(c_.offsets, c_.shape, t);
+      const char* from = own ? a_.hidden.data + t * a_.hidden.stride : row_of(source, t);
       shared_.source[at] = from + first_byte_;
       shared_.row[at] = row;
     }
-    if (slot >= 0 && piece_ == pieces_ - 1 && a_.scale.bytes > 0) {
-      // Staged by this piece of the peer, so this piece's flag covers it.
-      const char* from = own ? a_.scale.data + t * a_.scale.stride
-                             : fence_.window(source).stage(c_.offsets, c_.shape, t) + round_up(a_.hidden.bytes, 16);
+    if (slot >= 0 && own_scale_bytes() > 0) {
+      // Staged or put by this piece of the peer, so this piece's flag or counter covers it.
+      const char* from = own ? a_.scale.data + t * a_.scale.stride : row_of(source, t) + round_up(a_.hidden.bytes, 16);
       copy_row_bytes(a_.out_scale + row * a_.scale.bytes, from, a_.scale.bytes, k, lanes);
     }
     if (q - divide(q, pieces_) * pieces_ != piece_) return;
-    const bool sent = found.fresh && fence_.is_active(found.rank) && fence_.is_active(c_.rank);
-    write_routing(a_, c_.ep_size, own, fence_.round(), source, t, k, found, sent);
+    const bool sent = found.fresh && transport_.is_active(found.rank) && transport_.is_active(c_.rank);
+    write_routing(a_, c_.ep_size, own, transport_.round(), source, t, k, found, sent);
     const int64_t out = static_cast<int64_t>(row) * a_.top_k + k;
     if (k < a_.top_k) a_.out_topk_ids[out] = slot < 0 ? a_.invalid_expert_id : id;
     if (weights_are_words()) {
@@ -246,7 +303,7 @@ class DispatchBlock {
   __device__ bool weights_are_words() const { return a_.weights.bytes == 4 * a_.top_k; }
   __device__ const char* weights_of(int32_t source, int32_t t) const {
     return source == c_.rank ? a_.weights.data + t * a_.weights.stride
-                             : fence_.own().weights(c_.offsets, c_.shape, source) + t * a_.weights.bytes;
+                             : transport_.own().weights(c_.offsets, c_.shape, source) + t * a_.weights.bytes;
   }
 
   __device__ void gather_eplb() {
@@ -256,8 +313,8 @@ class DispatchBlock {
       const int32_t source = i / a_.num_eplb, at = i % a_.num_eplb;
       const bool own = source == c_.rank;
       int32_t value = 0;
-      if (own ? fence_.is_active(source) : fence_.is_peer(source)) {
-        value = own ? a_.eplb[at] : fence_.own().eplb(c_.offsets, c_.shape, source)[at];
+      if (own ? transport_.is_active(source) : transport_.is_peer(source)) {
+        value = own ? a_.eplb[at] : transport_.own().eplb(c_.offsets, c_.shape, source)[at];
       }
       a_.out_eplb[i] = value;
     }
@@ -266,7 +323,7 @@ class DispatchBlock {
   const DispatchArgs& a_;
   const DeviceComm& c_;
   DispatchShared& shared_;
-  DeviceFence<MASK> fence_;
+  Transport& transport_;
   const ExpertSplit& split_;
   const int32_t group_, groups_, piece_, pieces_;
   const int64_t first_byte_;

@@ -30,23 +30,6 @@ struct LamportDispatchParams {
   bool in_units, out_units;  // own rows, output rows begin on 16 bytes
 };
 
-// Up to 16 bytes from any address; whole units where the row begins on one.
-__device__ __forceinline__ uint4 load_unit(const char* from, int64_t left, bool aligned) {
-  if (aligned && left >= 16) return load(reinterpret_cast<const Unit<16>*>(from)).v;
-  uint32_t w[4] = {};
-  for (int i = 0; i < 16 && i < left; ++i)
-    w[i / 4] |= static_cast<uint32_t>(static_cast<uint8_t>(from[i])) << 8 * (i % 4);
-  return {w[0], w[1], w[2], w[3]};
-}
-__device__ __forceinline__ void store_unit(char* to, uint4 unit, int64_t left, bool aligned) {
-  if (aligned && left >= 16) {
-    *reinterpret_cast<uint4*>(to) = unit;
-    return;
-  }
-  const uint32_t w[4] = {unit.x, unit.y, unit.z, unit.w};
-  for (int i = 0; i < 16 && i < left; ++i) to[i] = static_cast<char>(w[i / 4] >> 8 * (i % 4));
-}
-
 template <bool MASK>
 class LamportDispatch {
  public:

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "csrc/cuda/launch.cuh"
+#include "csrc/cuda/put_counted.cuh"
 #include "csrc/memory/cuda_peer.h"
 #include "csrc/transport/fence.h"
 
@@ -15,6 +16,10 @@ namespace {
 using cuda_memory::check_runtime;
 using cuda_memory::OnDevice;
 
+size_t sent_bytes(const WindowShape& shape) {
+  return sizeof(unsigned long long) * static_cast<size_t>(shape.ep_size) * kCountedBlocks;
+}
+
 }  // namespace
 
 int64_t alignment_of(std::initializer_list<int64_t> values) {
@@ -23,10 +28,12 @@ int64_t alignment_of(std::initializer_list<int64_t> values) {
   return all & -all;
 }
 
-void launch(const void* kernel, int blocks, int threads, void* params, bool pdl, void* stream, const char* name) {
+void launch(const void* kernel, int blocks, int threads, void* params, bool pdl, void* stream, const char* name,
+            int32_t shared_bytes) {
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = static_cast<cudaStream_t>(stream);
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -37,19 +44,32 @@ void launch(const void* kernel, int blocks, int threads, void* params, bool pdl,
   check_runtime(cudaLaunchKernelExC(&config, kernel, arguments), name);
 }
 
-int32_t resident_blocks(int32_t device_index) {
+bool compiled_with_counted_writes() { return MOE_EP_COUNTED != 0; }
+
+int32_t resident_blocks(int32_t device_index, CountedPuts counted) {
   const OnDevice on(device_index);
   int sms = 0, per_sm = kMaxBlocks;
   check_runtime(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device_index), "cudaDeviceGetAttribute");
-  for (const auto& kernels :
-       {dispatch_kernels(), combine_kernels(), lamport_dispatch_kernels(), lamport_combine_kernels()}) {
+  // Also loads the kernels, so that their first launch may be inside a capture or beside a spinning one.
+  const auto look_at = [&](const std::vector<const void*>& kernels, int32_t shared_bytes) {
     for (const void* kernel : kernels) {
-      // Also loads the kernel, so that its first launch may be inside a capture or beside a spinning one.
+      if (shared_bytes > 0) {
+        check_runtime(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+                      "cudaFuncSetAttribute of the shared memory");
+      }
       int blocks = 0;
-      check_runtime(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0),
+      check_runtime(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, shared_bytes),
                     "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
       per_sm = std::min(per_sm, blocks);
     }
+  };
+  for (const auto& kernels :
+       {dispatch_kernels(), combine_kernels(), lamport_dispatch_kernels(), lamport_combine_kernels()}) {
+    look_at(kernels, 0);
+  }
+  if (counted != CountedPuts::kNone) {
+    look_at(counted_dispatch_kernels(counted), kSlicesBytes);
+    look_at(counted_combine_kernels(counted), kSlicesBytes);
   }
   for (const auto& kernels : {dispatch_alone_kernels(), combine_alone_kernels()}) {
     for (const void* kernel : kernels) {
@@ -65,6 +85,11 @@ DeviceEnd::DeviceEnd(int32_t device_index, const WindowShape& shape) : device_in
   try {
     check_runtime(cudaMalloc(&windows_, sizeof(char*) * kMaxRanks), "cudaMalloc of the window table");
     check_runtime(cudaMalloc(&state_, sizeof(DeviceState)), "cudaMalloc of the communicator's state");
+    if (shape.counts()) {
+      const size_t bytes = sent_bytes(shape);
+      check_runtime(cudaMalloc(&sent_, bytes), "cudaMalloc of the counts of bytes put");
+      check_runtime(cudaMalloc(&endpoints_, sizeof(uint32_t) * kMaxRanks), "cudaMalloc of the endpoint table");
+    }
     DeviceState state{};
     for (int32_t r = 0; r < shape.ep_size; ++r) state.active[r / 64] |= 1ull << (r % 64);
     check_runtime(cudaMemcpy(state_, &state, sizeof state, cudaMemcpyHostToDevice),
@@ -90,19 +115,30 @@ void DeviceEnd::release() {
   cudaSetDevice(device_index_);
   if (windows_ != nullptr) cudaFree(windows_);
   if (state_ != nullptr) cudaFree(state_);
+  if (sent_ != nullptr) cudaFree(sent_);
+  if (endpoints_ != nullptr) cudaFree(endpoints_);
   if (post_mortem_ != nullptr) {
     cudaHostUnregister(post_mortem_);
     munmap(post_mortem_, sizeof(PostMortem));
   }
   windows_ = nullptr;
+  sent_ = nullptr;
+  endpoints_ = nullptr;
   state_ = nullptr;
   post_mortem_ = nullptr;
   cudaSetDevice(before);
   cudaGetLastError();
 }
 
-void DeviceEnd::connect(const std::vector<char*>& windows) {
+void DeviceEnd::connect(const std::vector<char*>& windows, const std::vector<uint32_t>& endpoints) {
   const OnDevice on(device_index_);
+  if (sent_ != nullptr) {
+    check_runtime(cudaMemset(sent_, 0, sent_bytes(shape_)), "cudaMemset of the counts of bytes put");
+  }
+  if (!endpoints.empty()) {
+    check_runtime(cudaMemcpy(endpoints_, endpoints.data(), sizeof(uint32_t) * endpoints.size(), cudaMemcpyHostToDevice),
+                  "cudaMemcpy of the endpoint table");
+  }
   check_runtime(cudaMemcpy(windows_, windows.data(), sizeof(char*) * windows.size(), cudaMemcpyHostToDevice),
                 "cudaMemcpy of the window table");
 }
@@ -127,6 +163,8 @@ DeviceComm DeviceEnd::comm(const Communicator& owner, int64_t timeout_sec) const
   c.own_window = owner.window(owner.rank()).base;
   c.state = state_;
   c.post_mortem = post_mortem_device_;
+  c.sent = sent_;
+  c.endpoints = endpoints_;
   c.shape = owner.shape();
   c.offsets = owner.offsets();
   c.rank = owner.rank();
@@ -138,7 +176,8 @@ DeviceComm DeviceEnd::comm(const Communicator& owner, int64_t timeout_sec) const
   return c;
 }
 
-Plan DeviceEnd::plan(int32_t tokens_per_rank, int64_t row_bytes) const {
+Plan DeviceEnd::plan(int32_t tokens_per_rank, int64_t row_bytes, int32_t blocks) const {
+  const int32_t most = std::min(max_blocks, blocks);
   if (forced.piece_bytes != 0) {
     Plan p = forced;
     p.pieces = static_cast<int32_t>(std::min<int64_t>(p.pieces, std::max<int64_t>(1, row_bytes / 128)));
@@ -150,10 +189,10 @@ Plan DeviceEnd::plan(int32_t tokens_per_rank, int64_t row_bytes) const {
   // its own grid, and takes what was written last first: the cache still holds it.
   Plan p;
   const int64_t tokens = std::max(1, tokens_per_rank);
-  int64_t pieces = tokens * shape_.ep_size <= 64 ? row_bytes / 2048 : tokens * 2 >= max_blocks * 3 ? 1 : 2;
-  pieces = std::clamp<int64_t>(pieces, 1, std::max<int64_t>(1, std::min<int64_t>(max_blocks, row_bytes / 512)));
+  int64_t pieces = tokens * shape_.ep_size <= 64 ? row_bytes / 2048 : tokens * 2 >= most * 3 ? 1 : 2;
+  pieces = std::clamp<int64_t>(pieces, 1, std::max<int64_t>(1, std::min<int64_t>(most, row_bytes / 512)));
   p.pieces = static_cast<int32_t>(pieces);
-  p.groups = static_cast<int32_t>(std::min<int64_t>(tokens, max_blocks / pieces));
+  p.groups = static_cast<int32_t>(std::min<int64_t>(tokens, most / pieces));
   p.piece_bytes = round_up((row_bytes + pieces - 1) / pieces, 128);
   p.descending = shape_.ep_size == 1;
   return p;
@@ -168,6 +207,12 @@ std::string DeviceEnd::failure_text(const Communicator& owner) const {
     case PostMortem::kDisagree: return disagreement_text(owner, kind, round, r.peer, r.field, r.mine, r.theirs);
     case PostMortem::kNoFlag: return timeout_text(owner, kind, round, r.peer, "flag", r.timeout_sec);
     case PostMortem::kNoHeader: return timeout_text(owner, kind, round, r.peer, "header", r.timeout_sec);
+    case PostMortem::kNotPut:
+      return timeout_text(owner, kind, round, r.peer, "completion of its own puts", r.timeout_sec);
+    case PostMortem::kPutFailed:
+      return std::string(op_name(kind)) + ": communicator '" + owner.name() + "': round " + std::to_string(round) +
+             ": the fabric reported that a counted write of rank " + std::to_string(r.peer) +
+             " failed; look at the links (nvidia-smi nvlink), or create the communicator with cft=False";
     case PostMortem::kNoRows: return timeout_text(owner, kind, round, r.peer, "rows", r.timeout_sec);
     default:
       return timeout_text(owner, kind, round, r.peer, std::string("completion of its earlier ") + op_name(kind),

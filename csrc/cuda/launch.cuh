@@ -22,13 +22,17 @@ inline int alone_threads(int64_t units) {
 // The largest power of two that divides all values (at most 16).
 int64_t alignment_of(std::initializer_list<int64_t> values);
 
-void launch(const void* kernel, int blocks, int threads, void* params, bool pdl, void* stream, const char* name);
+// shared_bytes: of dynamic shared memory.
+void launch(const void* kernel, int blocks, int threads, void* params, bool pdl, void* stream, const char* name,
+            int32_t shared_bytes = 0);
 
 // Every kernel by room: those whose blocks wait for peers, and those of a rank without peers.
 std::vector<const void*> dispatch_kernels();
 std::vector<const void*> combine_kernels();
 std::vector<const void*> lamport_dispatch_kernels();
 std::vector<const void*> lamport_combine_kernels();
+std::vector<const void*> counted_dispatch_kernels(CountedPuts puts);
+std::vector<const void*> counted_combine_kernels(CountedPuts puts);
 std::vector<const void*> dispatch_alone_kernels();
 std::vector<const void*> combine_alone_kernels();
 

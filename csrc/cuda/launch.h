@@ -27,7 +27,7 @@ struct DeviceState {
 // Written by a kernel into host memory when a wait outlives its deadline (then it traps) or ranks disagree (then it
 // goes on). Host-mapped memory that does not belong to the CUDA context, so it can be read after the trap.
 struct PostMortem {
-  enum What : int32_t { kNothing = 0, kNoFlag, kNoDone, kNoHeader, kNoRows, kDisagree };
+  enum What : int32_t { kNothing = 0, kNoFlag, kNoDone, kNoHeader, kNoRows, kNotPut, kPutFailed, kDisagree };
   int32_t what;
   int32_t op;
   int64_t round;
@@ -55,6 +55,8 @@ struct DeviceComm {
   char* own_window;
   DeviceState* state;
   PostMortem* post_mortem;
+  unsigned long long* sent;   // [W, kCountedBlocks] bytes that counted writes have put at each rank, by block
+  const uint32_t* endpoints;  // [W] logical endpoints of the windows
   WindowShape shape;
   Window::Offsets offsets;
   int32_t rank;
@@ -72,13 +74,15 @@ class DeviceEnd {
   DeviceEnd(const DeviceEnd&) = delete;
   DeviceEnd& operator=(const DeviceEnd&) = delete;
 
-  void connect(const std::vector<char*>& windows);
+  // endpoints: of the windows, where they have any. Called again over a checkpoint, when all windows are zero again.
+  void connect(const std::vector<char*>& windows, const std::vector<uint32_t>& endpoints);
   void set_active(const RankMask& mask);
   // Rounds begun. Waits for the device.
   uint64_t rounds() const;
 
   DeviceComm comm(const Communicator& owner, int64_t timeout_sec) const;
-  Plan plan(int32_t tokens_per_rank, int64_t row_bytes) const;
+  // blocks: at most so many, beside max_blocks.
+  Plan plan(int32_t tokens_per_rank, int64_t row_bytes, int32_t blocks = kMaxBlocks) const;
 
   // Throws the sentence of a failure that a kernel left behind. After a disagreement the communicator stays usable.
   void raise_failure(const Communicator& owner, OpKind next);
@@ -97,13 +101,16 @@ class DeviceEnd {
   int32_t device_index_;
   WindowShape shape_;
   char** windows_ = nullptr;
+  unsigned long long* sent_ = nullptr;
+  uint32_t* endpoints_ = nullptr;
   DeviceState* state_ = nullptr;
   PostMortem* post_mortem_ = nullptr;  // host address
   PostMortem* post_mortem_device_ = nullptr;  // the same bytes
 };
 
-// Blocks of these kernels that the whole device holds at once.
-int32_t resident_blocks(int32_t device_index);
+// Blocks of these kernels that the whole device holds at once, those of counted writes among them where they are asked
+// for.
+int32_t resident_blocks(int32_t device_index, CountedPuts counted = CountedPuts::kNone);
 
 void dispatch(Communicator& comm, const DispatchArgs& args, void* stream);
 void combine(Communicator& comm, const CombineArgs& args, void* stream);
@@ -113,5 +120,13 @@ bool takes_lamport(const Communicator& comm, const DispatchArgs& args);
 bool takes_lamport(const Communicator& comm, const CombineArgs& args);
 void lamport_dispatch(Communicator& comm, const DispatchArgs& args, void* stream);
 void lamport_combine(Communicator& comm, const CombineArgs& args, void* stream);
+
+// The same for counted writes; asked for steps that Lamport does not take.
+bool takes_counted(const Communicator& comm, const DispatchArgs& args);
+bool takes_counted(const Communicator& comm, const CombineArgs& args);
+void counted_dispatch(Communicator& comm, const DispatchArgs& args, void* stream);
+void counted_combine(Communicator& comm, const CombineArgs& args, void* stream);
+// Whether the compiler knew fabric.try_put.counted.
+bool compiled_with_counted_writes();
 
 }  // namespace moe_ep::cuda

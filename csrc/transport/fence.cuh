@@ -34,10 +34,9 @@ struct FenceShared {
 template <bool MASK>
 class DeviceFence : public DeviceRound<MASK> {
   using Base = DeviceRound<MASK>;
-  using Base::comm_;
-  using Base::kind_;
 
  public:
+  static constexpr bool kCounted = false;
   using Base::is_active;
   using Base::is_peer;
   using Base::own;
@@ -152,6 +151,10 @@ class DeviceFence : public DeviceRound<MASK> {
       }
     }
   }
+
+ protected:
+  using Base::comm_;
+  using Base::kind_;
 
  private:
   // The peer's flag of this round, or of kind 0 when the peer's step is another one, so that none will come.
