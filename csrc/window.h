@@ -126,7 +126,7 @@ struct Window {
     int64_t lamport_choices;   // [W, L] ids and weights of a token
     int64_t lamport_rows;      // [W, L] rows of a dispatch
     int64_t lamport_partials;  // [L, M] rows of a combine
-    int64_t totals;        // uint64 [2 parities, kCountedBlocks, W]
+    int64_t totals;        // uint64 [kCountedBlocks, W]
     int64_t counters;      // uint64 [W, kCountedBlocks], each on 256 bytes
     int64_t counted_rows;  // [W, counted_tokens] rows of dispatch_row_bytes
     int64_t bytes;    // the size is where the walk ends
@@ -152,7 +152,7 @@ struct Window {
     o.lamport_rows = at;      at = round_up(at + set * w * l * s.lamport_row_vectors(), 128);
     o.lamport_partials = at;  at = round_up(at + set * l * s.max_targets() * s.lamport_partial_vectors(), 128);
     const int64_t counters = s.counts() ? w * kCountedBlocks : 0, rows = w * s.counted_tokens;
-    o.totals = at;        at = round_up(at + 2 * counters * 8, s.counts() ? kCounterBytes : 128);
+    o.totals = at;        at = round_up(at + counters * 8, s.counts() ? kCounterBytes : 128);
     o.counters = at;      at = round_up(at + counters * kCounterBytes, 128);
     o.counted_rows = at;  at = round_up(at + rows * s.dispatch_row_bytes, 128);
     // clang-format on
@@ -205,8 +205,8 @@ struct Window {
     const int64_t pair = (set(round) * s.lamport_tokens + token) * s.max_targets() + slot;
     return vectors(o.lamport_partials) + pair * s.lamport_partial_vectors();
   }
-  MOE_EP_HD uint64_t* total(const Offsets& o, const WindowShape& s, uint64_t round, int32_t from, int32_t block) const {
-    return reinterpret_cast<uint64_t*>(base + o.totals) + (set(round) * kCountedBlocks + block) * s.ep_size + from;
+  MOE_EP_HD uint64_t* total(const Offsets& o, const WindowShape& s, int32_t from, int32_t block) const {
+    return reinterpret_cast<uint64_t*>(base + o.totals) + static_cast<int64_t>(block) * s.ep_size + from;
   }
   MOE_EP_HD uint64_t* counter(const Offsets& o, int32_t from, int32_t block) const {
     const int64_t nth = static_cast<int64_t>(from) * kCountedBlocks + block;

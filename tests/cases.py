@@ -243,9 +243,18 @@ def backend_config(device: torch.device | str, **options: Any) -> NVLinkOneSided
     """The config of the backend for a device; on a GPU every step takes the transport that pytest was told to test."""
     if torch.device(device).type != "cuda":
         return ShmOneSidedConfig(**options)
-    lamport = os.environ.get("MOE_EP_TEST_TRANSPORT", "lamport") == "lamport"
-    transport = {"lamport_max_tokens": 2**20} if lamport else {"lamport": False}
+    transport: dict[str, Any] = {
+        "lamport": {"lamport_max_tokens": 2**20},
+        "fence": {"lamport": False, "cft": False},
+        "counted": {"lamport": False, "cft": True},
+    }[os.environ.get("MOE_EP_TEST_TRANSPORT", "lamport")]
     return NVLinkOneSidedConfig(**{**transport, **options})
+
+
+def private_options(device: torch.device | str) -> dict[str, Any]:
+    """What else a communicator needs for that transport: counted writes are emulated."""
+    counted = os.environ.get("MOE_EP_TEST_TRANSPORT") == "counted" and torch.device(device).type == "cuda"
+    return {"_emulate_cft": True} if counted else {}
 
 
 def make_group(
@@ -254,11 +263,14 @@ def make_group(
 ) -> MoEEpCommunication:
     """A communicator with windows exactly as large as the case needs, or without any (backend "torch_distributed")."""
     config: Any
+    private: dict[str, Any]
     if backend == "torch_distributed":
-        config = TorchDistributedConfig(**options)
+        config, private = TorchDistributedConfig(**options), {}
     else:
-        config = backend_config(device, **{**case.options(), **options})
-    return create_communication(BootstrapConfig(ep_size, rank), case.params(ep_size), config, namespace=namespace)
+        config, private = backend_config(device, **{**case.options(), **options}), private_options(device)
+    return create_communication(
+        BootstrapConfig(ep_size, rank), case.params(ep_size), config, namespace=namespace, **private
+    )
 
 
 def roomy_group(
@@ -266,11 +278,14 @@ def roomy_group(
 ) -> MoEEpCommunication:
     """A communicator on which every case fits (see :func:`group_for`)."""
     params = MoEEpCommParams(num_experts=64, top_k=32, max_tokens_per_rank=32, hidden_size=2048, dtype=torch.float64)
-    config = TorchDistributedConfig() if backend == "torch_distributed" else backend_config(
+    bootstrap = BootstrapConfig(ep_size, rank)
+    if backend == "torch_distributed":
+        return create_communication(bootstrap, params, TorchDistributedConfig(), namespace=namespace)
+    config = backend_config(
         device, extra_payload_bytes_per_token=64, eplb_stats_num_experts=16, enable_rank_mask=True,
         timeout_sec=TIMEOUT_SEC,
     )
-    return create_communication(BootstrapConfig(ep_size, rank), params, config, namespace=namespace)
+    return create_communication(bootstrap, params, config, namespace=namespace, **private_options(device))
 
 
 def group_for(case: Case, group: MoEEpCommunication) -> Any:

@@ -1,7 +1,8 @@
 """Fixtures: ``device`` (cpu always, cuda where present) and ``ranks`` (pools of rank processes, one per world size).
 
-On a GPU, ``--transport fence`` makes the steps of most tests take the fence transport, which small steps otherwise
-leave to the Lamport transport; run the tests both ways. test_cuda.py tests the fence, test_lamport_cuda.py the other.
+On a GPU the steps of most tests take the transport that ``--transport`` names: ``lamport`` unless told otherwise,
+``fence`` or ``counted`` (emulated); run the tests with each. test_cuda.py, test_lamport_cuda.py and test_counted_cuda.py
+test one alone.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import torch_moe_ep
 DEVICES = ["cpu"]
 if torch_moe_ep.NVLinkOneSidedAlltoAll.is_platform_supported():
     DEVICES.append("cuda")
-collect_ignore = [] if "cuda" in DEVICES else ["test_cuda.py", "test_lamport_cuda.py"]
+collect_ignore = [] if "cuda" in DEVICES else ["test_cuda.py", "test_lamport_cuda.py", "test_counted_cuda.py"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--transport", choices=("lamport", "fence"), default="lamport", help="of small steps, on a GPU")
+    parser.addoption("--transport", choices=("lamport", "fence", "counted"), default="lamport",
+                     help="of the steps that can take it, on a GPU; counted writes are emulated")
 
 
 def pytest_configure(config: pytest.Config) -> None:

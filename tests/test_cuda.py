@@ -35,8 +35,9 @@ class Ranks:
 
     def __init__(self, ep_size: int, params: MoEEpCommParams, **options: Any) -> None:
         low_precision_scales = options.pop("low_precision_scales", True)
+        private = {"low_precision_scales": low_precision_scales, "_emulate_cft": options.pop("_emulate_cft", False)}
         config = NVLinkOneSidedConfig(timeout_sec=20, **{"lamport": False, **options})
-        self.groups = create_local_group(ep_size, params, config, low_precision_scales=low_precision_scales)
+        self.groups = create_local_group(ep_size, params, config, **private)
         self.streams = [torch.cuda.Stream() for _ in range(ep_size)]
         for stream in self.streams:  # an allocation inside the driver could wait for a kernel that waits for a peer
             with torch.cuda.stream(stream):

@@ -7,7 +7,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import BY_NAME, CASES, TIMEOUT_SEC, Step, backend_config, make_group, place, roomy_group
+from cases import (
+    BY_NAME,
+    CASES,
+    TIMEOUT_SEC,
+    Step,
+    backend_config,
+    make_group,
+    place,
+    private_options,
+    roomy_group,
+)
 from ranks import Rank, RankError, RankPool
 
 from torch_moe_ep import create_local_group, run_local_group
@@ -66,7 +76,9 @@ def test_results_never_depend_on_what_earlier_steps_left(
 )
 def test_local_group(device: str, name: str, ep_size: int) -> None:
     case = BY_NAME[name]
-    groups = create_local_group(ep_size, case.params(ep_size), backend_config(device, **case.options()))
+    groups = create_local_group(
+        ep_size, case.params(ep_size), backend_config(device, **case.options()), **private_options(device)
+    )
 
     def one_rank(rank: int) -> None:
         for seed in range(2):

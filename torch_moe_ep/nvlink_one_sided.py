@@ -34,6 +34,8 @@ class NVLinkOneSidedAlltoAll(OneSidedAlltoAll):
             three eighths of it, so that other kernels find room beside kernels that wait. All blocks of all ranks of a
             device must be resident at once, or they wait for each other forever.
 
+    ``_emulate_cft`` is for tests: counted writes by ordinary stores and a system-scope add, on any GPU, in any windows.
+
     Raises:
         RuntimeError: :meth:`is_platform_supported` is False; the text says why.
     """
@@ -50,6 +52,7 @@ class NVLinkOneSidedAlltoAll(OneSidedAlltoAll):
         low_precision_scales: bool = True,
         num_sms: int | None = None,
         _name_suffix: str = "",
+        _emulate_cft: bool = False,
     ) -> None:
         config = check_config(NVLinkOneSidedConfig, config)
         if num_sms is not None and num_sms < 1:
@@ -62,7 +65,7 @@ class NVLinkOneSidedAlltoAll(OneSidedAlltoAll):
         votes = gather(
             exchange, bootstrap.rank, bootstrap.world_size,
             (
-                refusals(config, bootstrap.world_size, params, index),
+                refusals(config, bootstrap.world_size, params, index, _emulate_cft),
                 config.lamport_max_tokens,
                 device_share(torch.device("cuda", index), num_sms),
             ),
@@ -79,6 +82,16 @@ class NVLinkOneSidedAlltoAll(OneSidedAlltoAll):
         }
         blocks = common_blocks([share for _, _, share in votes])
         limit = config.lamport_max_tokens or default_lamport_max_tokens(params, bootstrap.world_size, blocks)
+        capacity = params.max_tokens_per_rank
+        # With cft=True every step takes counted writes, else those up to the two limits.
+        counted = {
+            op: capacity if config.cft else min(most, capacity)
+            for op, most in (
+                ("dispatch", config.cft_max_tokens_for_dispatch), ("combine", config.cft_max_tokens_for_combine)
+            )
+        }
+        if self.transport_refusals["cft"] or not any(counted.values()):
+            counted = dict.fromkeys(counted, 0)
         super().__init__(
             bootstrap,
             params,
@@ -90,14 +103,25 @@ class NVLinkOneSidedAlltoAll(OneSidedAlltoAll):
             memory=MEMORY_KINDS,
             pdl=config.enable_pdl is not False,
             num_sms=num_sms,
-            lamport_max_tokens=0 if self.transport_refusals["lamport"] else min(limit, params.max_tokens_per_rank),
+            lamport_max_tokens=0 if self.transport_refusals["lamport"] else min(limit, capacity),
+            counted="" if not any(counted.values()) else "emulated" if _emulate_cft else "fabric",
+            counted_max_tokens_for_dispatch=counted["dispatch"],
+            counted_max_tokens_for_combine=counted["combine"],
         )
+        described = self.describe()
+        if not self.transport_refusals["cft"] and not described["counted"]:
+            self.transport_refusals["cft"] = [
+                f"windows are {described['memory']}, or bound to no endpoints; counted writes need fabric windows that are"
+                if any(counted.values())
+                else "cft_max_tokens_for_dispatch and cft_max_tokens_for_combine are 0"
+            ]
         if self.ep_rank == 0:
-            described = self.describe()
             state = {
                 "lamport": f"on for steps of up to {described['lamport_max_tokens']} tokens per rank, "
                 f"{described['lamport_bytes'] / 2**20:.1f} MiB of regions per rank",
-                "cft": "on",
+                "cft": f"on for dispatches of up to {described['counted_max_tokens_for_dispatch']} tokens per rank and "
+                f"combines of up to {described['counted_max_tokens_for_combine']}, "
+                f"{described['counted_bytes'] / 2**20:.1f} MiB of regions per rank",
             }
             for transport, reasons in self.transport_refusals.items():
                 asked = getattr(config, transport) is True
@@ -152,7 +176,9 @@ def default_lamport_max_tokens(params: MoEEpCommParams, ep_size: int, blocks: in
     return max(1, most)
 
 
-def refusals(config: NVLinkOneSidedConfig, ep_size: int, params: MoEEpCommParams, device: int) -> dict[str, str]:
+def refusals(
+    config: NVLinkOneSidedConfig, ep_size: int, params: MoEEpCommParams, device: int, emulate_cft: bool = False
+) -> dict[str, str]:
     """Why this rank does not take part in a transport, by transport; "" where it does. What a rank votes with."""
     capability = torch.cuda.get_device_capability(device)
     choice_bytes = params.top_k * (4 + max(4, params.token_dtype.itemsize))
@@ -170,6 +196,10 @@ def refusals(config: NVLinkOneSidedConfig, ep_size: int, params: MoEEpCommParams
         lamport = ""
     if config.cft is False:
         cft = "cft=False"
+    elif ep_size == 1:
+        cft = "a lone rank needs no transport"
+    elif emulate_cft:
+        cft = ""
     elif capability < (10, 0):
         cft = f"compute capability {capability[0]}.{capability[1]} is below 10.0"
     else:

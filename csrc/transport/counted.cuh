@@ -52,7 +52,7 @@ class DeviceCounted : public DeviceFence<MASK> {
       if (!is_peer(p)) continue;
       unsigned long long& sent = comm_.sent[static_cast<int64_t>(p) * kCountedBlocks + block];
       sent += static_cast<unsigned long long>(shared_.rows[p]) * static_cast<unsigned long long>(bytes_of_row);
-      *window(p).total(comm_.offsets, comm_.shape, round(), comm_.rank, block) = sent;
+      *window(p).total(comm_.offsets, comm_.shape, comm_.rank, block) = sent;
     }
     Put::before_signal();
   }
@@ -90,8 +90,8 @@ class DeviceCounted : public DeviceFence<MASK> {
     const int32_t block = static_cast<int32_t>(blockIdx.x);
     for (int32_t p = static_cast<int32_t>(threadIdx.x); p < comm_.ep_size; p += static_cast<int32_t>(blockDim.x)) {
       if (!is_peer(p)) continue;
-      // Read before the slot can be written for round n + 2. Of a peer that took another step it is an old total.
-      const uint64_t total = load_acquire_sys(own().total(comm_.offsets, comm_.shape, round(), p, block));
+      // Of a peer that took another step it is an old total, which the counter has reached.
+      const uint64_t total = load_acquire_sys(own().total(comm_.offsets, comm_.shape, p, block));
       const uint64_t* counter = own().counter(comm_.offsets, p, block);
       Base::poll(
           round(), p, PostMortem::kNoRows, [&] { return load_acquire_sys(counter) >= total; }, [] { return false; });

@@ -5,7 +5,7 @@
 // Round n of block b of rank s, in the steps of fence.h:
 //   1, 2      as there.
 //   3. put    ids and weights; then the total: how many bytes of rows block b of s has ever put at this peer, those of
-//             round n included, into slot [n mod 2, b, s] of the peer.
+//             round n included, into slot [b, s] of the peer.
 //   4. flag   as there. It speaks for ids, weights and total, not for rows.
 //   4b. rows  dispatch: own rows -> [s, t] of the target ranks; combine: partials -> landing of the sources. Each put
 //             adds its bytes to counter [s, b] of the rank it goes to, as they land there, in any portions and order.
@@ -20,9 +20,9 @@
 //   of one of round n, for that block puts rows of round n+1 only after its kernel of round n has ended (7). A round in
 //   which a rank mask cut s off, or in which the ranks disagreed, moves total and counter alike. 64 bits are 180 years
 //   of puts at 3 TB/s.
-// Why totals need two parities: a peer may be one round ahead (fence.h). With one slot its total of round n+1 could
-//   replace that of round n, and this rank would await rows that the peer may not put before this rank's round n+1:
-//   both would wait.
+// Why one slot for totals is enough, though a peer may be one round ahead (fence.h): its total of round n+1 may replace
+//   that of round n, and this rank then awaits rows of round n+1 too. They come without its doing: a rank tells a total
+//   only after it has waited for all that it waits for before it puts (2).
 // Why the rows of a dispatch need one set only: fence.h, for they are reused as ids are; landing slots as there.
 // Example, W = 2, rank 0 has two tokens of 32 bytes, both go to rank 1, in rounds 1 and 3 (2 is the combine), one
 // block.
@@ -30,7 +30,7 @@
 //            then 48 (the second row and half of the first), then 64: takes both rows.
 //   round 2: rank 1 puts two partials at rank 0, total 64.
 //   round 3: rank 0 tells 128; rank 1's counter reads 64: nothing of round 3 has landed; waits for 128.
-//   tests/counted_model.py explores every order of these steps, and of the counter's portions.
+//   tests/counted_model.py explores every order of these steps.
 #pragma once
 
 #include <cstdint>
