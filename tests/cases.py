@@ -321,7 +321,7 @@ class Step:
         return place(tensor, self.device, self.case.strides)
 
     def _join(self) -> None:
-        """Waits for the op without a copy: a copy to pageable memory that waits for a kernel holds a lock of the driver,
+        """Waits for the op without a copy: one to pageable memory that waits for a kernel holds a lock of the driver,
         which the other ranks of a process need in order to launch theirs."""
         if torch.device(self.device).type == "cuda":
             torch.cuda.current_stream().synchronize()

@@ -127,7 +127,8 @@ def explore(routes: dict[tuple[int, int], set[int]], world: int, kinds: str, pro
                     source, byte = left[0]
                     value = memory.get((me, "row", kind(n), source, byte), 0)
                     if value != n:
-                        return f"round {n}: rank {me} takes for byte {byte} of rank {source} what was put in round {value}"
+                        what = f"byte {byte} of rank {source}"
+                        return f"round {n}: rank {me} takes for {what} what was put in round {value}"
                     following.append(step(rank._replace(taken=(*rank.taken, (source, byte)))))
                 elif not protocol.ends_after_puts or not any(s.sender == me and s.counter for s in state.in_flight):
                     ended = rank._replace(round=n + 1, step="begin", taken=())

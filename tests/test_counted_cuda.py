@@ -104,8 +104,8 @@ def test_rows_from_any_address() -> None:
 
 
 def test_10_000_rounds_of_random_sizes_with_a_rank_held_up() -> None:
-    """Graphs of random sizes, each with dispatches and combines in any order, replayed at random among eager steps, with
-    ranks held up between flag and rows, and elsewhere; results are compared inside the graphs."""
+    """Graphs of random sizes, each with dispatches and combines in any order, replayed at random among eager steps.
+    Ranks are held up between flag and rows, and elsewhere; results are compared inside the graphs."""
     w, h, k, e, c = 4, 192, 4, 16, 9
     rng = random.Random(6)
     with ranks_of(w, MoEEpCommParams(e, k, c, h), **ON) as ranks:
@@ -166,7 +166,7 @@ def test_steps_of_all_transports_in_any_order() -> None:
         described = ranks.groups[0].describe()  # type: ignore[attr-defined]
         assert [described[f"counted_max_tokens_for_{op}"] for op in ("dispatch", "combine")] == [20, 30]
         for seed in range(300):
-            r = rng.choice([1, 7, 8, 20, 25, 40])  # both ops over Lamport, counted, one counted and one not, both the fence
+            r = rng.choice([1, 7, 8, 20, 25, 40])  # both ops Lamport, both counted, combine alone counted, both the fence
             data = inputs(w, rng.randint(0, r), h, k, e, seed)
             kept = ranks.each(lambda rank, g: dispatch(g, *data[rank], tokens_per_rank=r))  # noqa: B023
             if rng.random() < 0.3:

@@ -111,7 +111,7 @@ class NVLinkOneSidedAlltoAll(OneSidedAlltoAll):
         described = self.describe()
         if not self.transport_refusals["cft"] and not described["counted"]:
             self.transport_refusals["cft"] = [
-                f"windows are {described['memory']}, or bound to no endpoints; counted writes need fabric windows that are"
+                f"windows are {described['memory']} and without endpoints; counted writes need fabric windows with them"
                 if any(counted.values())
                 else "cft_max_tokens_for_dispatch and cft_max_tokens_for_combine are 0"
             ]

@@ -84,6 +84,7 @@ class FabricPut {
 
   __device__ void free_slice() {
 #if __CUDA_ARCH__ >= 1000
+    // PTX 9.5 calls it ::read 0, and takes this form too.
     if (leads_ && units_ > 0) asm volatile("fabric.wait.sync_restrict::reads;" ::: "memory");
     __syncwarp();
 #endif
