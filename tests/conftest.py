@@ -1,8 +1,8 @@
 """Fixtures: ``device`` (cpu always, cuda where present) and ``ranks`` (pools of rank processes, one per world size).
 
 On a GPU the steps of most tests take the transport that ``--transport`` names: ``lamport`` unless told otherwise,
-``fence`` or ``counted`` (emulated); run the tests with each. test_cuda.py, test_lamport_cuda.py and test_counted_cuda.py
-test one alone.
+``fence`` or ``counted`` (emulated); run the tests with each. test_cuda.py, test_lamport_cuda.py and
+test_counted_cuda.py test one alone.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def test_steps_of_all_transports_in_any_order() -> None:
         described = ranks.groups[0].describe()  # type: ignore[attr-defined]
         assert [described[f"counted_max_tokens_for_{op}"] for op in ("dispatch", "combine")] == [20, 30]
         for seed in range(300):
-            r = rng.choice([1, 7, 8, 20, 25, 40])  # both ops Lamport, both counted, combine alone counted, both the fence
+            r = rng.choice([1, 7, 8, 20, 25, 40])  # Lamport; counted; combine alone counted; the fence
             data = inputs(w, rng.randint(0, r), h, k, e, seed)
             kept = ranks.each(lambda rank, g: dispatch(g, *data[rank], tokens_per_rank=r))  # noqa: B023
             if rng.random() < 0.3:
