@@ -121,7 +121,7 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "counted_probe",
       [](int32_t device_index) {
-        const bool compiled = endpoint::compiled();
+        const bool compiled = cuda::compiled_with_counted_writes();
         const endpoint::Driver driver = compiled ? endpoint::installed_driver() : endpoint::Driver{};
         const endpoint::Probe found = endpoint::probe(driver, device_index, compiled);
         py::dict d;

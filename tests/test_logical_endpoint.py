@@ -19,7 +19,11 @@ from fake_driver import (
     Endpoints,
     FakeDriver,
     Harness,
+    Window,
+    Windows,
     build,
+    build_windows,
+    cuda_include,
 )
 
 from torch_moe_ep import _C
@@ -128,6 +132,8 @@ def test_reasons_differ(driver: FakeDriver, harness: Harness) -> None:
 def test_a_missing_call_is_named(driver: FakeDriver, harness: Harness, name: str) -> None:
     assert harness.load([name]) == name
     found = harness.probe()
+    with pytest.raises(EndpointError, match=f"does not export {name}$"):
+        harness.endpoint_bytes(ALIGNMENT)
     with pytest.raises(EndpointError, match=f"does not export {name}$"):
         Endpoints(harness, driver.create_memory(ALIGNMENT))
     harness.load()
@@ -250,7 +256,8 @@ def test_a_checkpoint_holds_nothing(driver: FakeDriver, harness: Harness) -> Non
         rank.suspend()
     assert driver.held == []
     for rank in group.ranks:
-        for use in (rank.handle, rank.ids, rank.suspend, lambda rank=rank: rank.connect([b"", b""])):
+        rank.suspend()  # no error
+        for use in (rank.handle, rank.ids, lambda rank=rank: rank.connect([b"", b""])):
             with pytest.raises(EndpointError, match="the logical endpoints are suspended; resume"):
                 use()
     group.close()
@@ -396,6 +403,11 @@ def test_a_failed_construction_leaves_the_place_free(driver: FakeDriver, harness
 
 # Failures.
 
+GIVES_BACK = (
+    "cuLogicalEndpointUnbind", "cuLogicalEndpointDestroy", "cuLogicalEndpointIdRelease", "cuMemUnmap", "cuMemRelease",
+    "cuMemAddressFree",
+)  # fmt: skip
+
 
 def whole_life(harness: Harness, world: int) -> list[str]:
     """The sentences of the errors on the way; closes everything in any case."""
@@ -429,8 +441,7 @@ def test_every_call_may_fail(driver: FakeDriver, harness: Harness, world: int) -
         failed.add(call)
         where = f"call {n}, {call}: {said}, {driver.held}"
         assert driver.violations == [], where
-        gives_back = call in ("cuLogicalEndpointUnbind", "cuLogicalEndpointDestroy", "cuLogicalEndpointIdRelease")
-        if said or not gives_back:  # a destructor says nothing
+        if said or call not in GIVES_BACK:  # a destructor says nothing
             assert len(said) == 1 and said[0].startswith(call) and "CUDA_ERROR_OUT_OF_MEMORY (2)" in said[0], where
         if call == "cuLogicalEndpointDestroy":  # its id still names an endpoint, so the range cannot be released
             assert len(driver.held) == world and sum(len(line.split()) > 2 for line in driver.held) == 1, where
@@ -470,6 +481,185 @@ def test_a_failed_resume_can_be_tried_again(driver: FakeDriver, harness: Harness
         rank.resume(memory)
     group.connect()
     group.close()
+
+
+# A window over it: csrc/memory/cuda_vmm.cpp.
+
+
+@pytest.fixture(scope="session")
+def loaded_windows(built: Path, loaded: tuple[FakeDriver, Harness]) -> Windows:
+    include = cuda_include()
+    if include is None:
+        pytest.skip("there is no cuda.h")
+    build_windows(built, include)
+    return Windows(built, loaded[0])
+
+
+@pytest.fixture
+def windows(loaded_windows: Windows, driver: FakeDriver) -> Iterator[Windows]:
+    yield loaded_windows
+    assert driver.mapped == []
+
+
+class Peer:
+    """Rank 0 of 2, which another process would be: memory and an endpoint, and the handle of both."""
+
+    def __init__(self, harness: Harness, size: int) -> None:
+        self.driver, self.memory = harness.driver, harness.driver.create_memory(size)
+        self.endpoints = Endpoints(harness, self.memory, ep_size=2, window_bytes=size, physical_bytes=size)
+        exported, memory = ctypes.create_string_buffer(64), ctypes.c_ulonglong(self.memory)
+        assert self.driver.lib.cuMemExportToShareableHandle(exported, memory, 8, ctypes.c_ulonglong(0)) == 0
+        self.exported = exported.raw + self.endpoints.handle()
+
+    def handle(self, own: bytes) -> bytes:
+        """Made from that of rank 1 (csrc/memory/cuda_peer.h): another process, and what it exports."""
+        return bytes(byte ^ 0xFF for byte in own[:8]) + own[8:32] + self.exported
+
+    def close(self) -> None:
+        self.endpoints.close()
+        self.driver.free_memory(self.memory)
+
+
+def test_a_window_with_endpoints(driver: FakeDriver, harness: Harness, windows: Windows) -> None:
+    peer = Peer(harness, 2 * ALIGNMENT)
+    window = Window(windows, ALIGNMENT + 1, rank=1, ep_size=2)
+    seen = []
+    for n in range(3):
+        own = window.handle()
+        assert own[32 + 64 :] not in (bytes(64), peer.endpoints.handle())
+        window.connect([peer.handle(own), own])
+        seen.append(window.endpoints())
+        base, number = seen[-1]
+        assert number == base + 1
+        assert driver.held[-2:] == [f"id {base} import", f"id {number} owner bound"]
+        assert [line for line in driver.mapped if "range" in line] == [
+            f"range {2 * ALIGNMENT} of memory {2 + n}", f"range {2 * ALIGNMENT} of memory 1"
+        ]  # fmt: skip
+        window.suspend()
+        assert driver.held == ["id 1000 owner bound", "id 1001"]  # the peer's
+        assert driver.mapped == ["memory 1", *[f"range {2 * ALIGNMENT}"] * 2]  # addresses are kept
+        window.resume()
+    assert len(set(map(tuple, seen))) == 3  # the ids differ
+    window.close()
+    peer.close()
+
+
+def test_a_window_without_endpoints(driver: FakeDriver, windows: Windows) -> None:
+    window = Window(windows, 1)
+    window.connect([window.handle()])
+    window.suspend()
+    window.resume()
+    window.connect([window.handle()])
+    assert window.endpoints() == [] and window.handle()[32 + 64 :] == bytes(64)
+    assert not [call for call in driver.log if "LogicalEndpoint" in call]
+    window.close()
+
+
+@pytest.mark.parametrize(("alignment", "granularity"), [(8, 2), (2, 8), (6, 4), (4, 6)])
+def test_memory_suits_endpoint_and_allocation(
+    driver: FakeDriver, windows: Windows, alignment: int, granularity: int
+) -> None:
+    driver.set(alignment=alignment << 20, granularity=granularity << 20)
+    size = 1 + (5 << 20)
+    window = Window(windows, size, ep_size=1)
+    window.connect([window.handle()])
+    bound = -(-size // (alignment << 20)) * (alignment << 20)
+    created = -(-bound // (granularity << 20)) * (granularity << 20)
+    assert f"cuMemCreate({created}, 8, 0)" in driver.log
+    assert f"cuLogicalEndpointBindMem(1000, 0, 0, 1, 0, {bound}, 0)" in driver.log
+    window.close()
+
+
+def test_a_second_window_has_no_endpoints(driver: FakeDriver, windows: Windows) -> None:
+    first = Window(windows, ALIGNMENT, ep_size=1)
+    before = driver.held, driver.mapped
+    with pytest.raises(EndpointError, match="this process has a window with logical endpoints"):
+        Window(windows, ALIGNMENT, ep_size=1)
+    assert (driver.held, driver.mapped) == before
+    second = Window(windows, ALIGNMENT)
+    first.close()
+    third = Window(windows, ALIGNMENT, ep_size=1)
+    second.close()
+    third.close()
+
+
+def test_a_window_of_an_old_driver(driver: FakeDriver, windows: Windows) -> None:
+    driver.set(version=13030)
+    with pytest.raises(EndpointError, match="the driver does not export cuLogicalEndpointIdReserve"):
+        Window(windows, ALIGNMENT, ep_size=1)
+    Window(windows, ALIGNMENT).close()
+
+
+def test_a_window_that_no_endpoint_can_span(driver: FakeDriver, windows: Windows) -> None:
+    driver.set(max_size=ALIGNMENT)
+    with pytest.raises(EndpointError, match="larger than a logical endpoint may be"):
+        Window(windows, ALIGNMENT + 1, ep_size=1)
+    assert not [call for call in driver.log if call.startswith("cuMemCreate")]
+
+
+def life_of_a_window(harness: Harness, windows: Windows, fail_at: int = 0) -> str:
+    """The first error, as a sentence; "" where there is none. ``fail_at``: counts the calls of the window."""
+    peer = Peer(harness, ALIGNMENT)
+    window = None
+    if fail_at:
+        harness.driver.fail_at(fail_at, OUT_OF_MEMORY)
+    try:
+        try:
+            window = Window(windows, ALIGNMENT, rank=1, ep_size=2)
+            for checkpoint in (False, True):
+                if checkpoint:
+                    window.suspend()
+                    window.resume()
+                own = window.handle()
+                window.connect([peer.handle(own), own])
+        except EndpointError as error:
+            return str(error)
+        return ""
+    finally:
+        if window is not None:
+            window.close()
+        peer.close()
+
+
+def test_every_call_of_a_window_may_fail(driver: FakeDriver, harness: Harness, windows: Windows) -> None:
+    """The n-th call fails, for every n: nothing is left behind and nothing is freed while it is in use."""
+    assert life_of_a_window(harness, windows) == ""
+    calls = [call.split("(")[0] for call in driver.log]
+    of_window = calls[calls.index("cuLogicalEndpointExport") + 1 : -3]  # the peer's come before and after
+    failed = set()
+    for n, name in enumerate(of_window, 1):
+        driver.reset()
+        said = life_of_a_window(harness, windows, n)
+        where = f"call {n}, {name}: {said}, {driver.held}, {driver.mapped}"
+        assert driver.failed_call == name, where
+        if name not in GIVES_BACK:  # else what it was to give back is left
+            expected = "CUDA_ERROR_OUT_OF_MEMORY" if name != "cuDriverGetVersion" else "does not export cuLogicalEndpoint"
+            assert expected in said, where
+            assert (driver.violations, driver.held, driver.mapped) == ([], [], []), where
+        failed.add(name)
+    everything = {name for name in CALLS if "LogicalEndpoint" in name} | {"cuMemCreate", "cuMemMap", "cuMemSetAccess"}
+    assert everything <= failed
+    driver.reset()
+
+
+def test_a_window_whose_memory_cannot_be_unbound_keeps_it(
+    driver: FakeDriver, harness: Harness, windows: Windows
+) -> None:
+    peer = Peer(harness, ALIGNMENT)
+    window = Window(windows, ALIGNMENT, rank=1, ep_size=2)
+    own = window.handle()
+    window.connect([peer.handle(own), own])
+    driver.fail_at(2, SYSTEM_NOT_READY)  # after the peer's memory is unmapped
+    with pytest.raises(EndpointError, match="cuLogicalEndpointUnbind failed"):
+        window.suspend()
+    assert "memory 2" in driver.mapped
+    window.suspend()
+    assert "memory 2" not in driver.mapped
+    window.resume()
+    own = window.handle()
+    window.connect([peer.handle(own), own])
+    window.close()
+    peer.close()
 
 
 # The end of a process.

@@ -1,25 +1,26 @@
-// The driver's side of csrc/memory/logical_endpoint.h. Looked up at run time: the library loads beside old drivers.
-#include <cuda.h>
+// The installed driver's calls for csrc/memory/logical_endpoint.h, looked up at run time: the library loads beside old
+// drivers, and without one.
 #include <cuda_runtime.h>
 
-#include "csrc/memory/logical_endpoint.h"
+#include <algorithm>
 
-// 1 = the toolkit has counted writes.
-#define MOE_EP_COUNTED (CUDA_VERSION >= 13040)
+#include "csrc/memory/logical_endpoint.h"
 
 namespace moe_ep::endpoint {
 
 Driver installed_driver() {
-  return Driver::load([](const char* name) -> void* {
+  // Asked for no more than the driver has, an old one still gives the calls that it knows.
+  int version = 0;
+  cudaDriverGetVersion(&version);
+  const auto asked = static_cast<unsigned>(std::min(version, static_cast<int>(kToolkit)));
+  return Driver::load([asked](const char* name) -> void* {
     void* entry = nullptr;
     cudaDriverEntryPointQueryResult found{};
-    const cudaError_t status = cudaGetDriverEntryPointByVersion(name, &entry, kToolkit, cudaEnableDefault, &found);
+    const cudaError_t status = cudaGetDriverEntryPointByVersion(name, &entry, asked, cudaEnableDefault, &found);
     if (status == cudaSuccess && found == cudaDriverEntryPointSuccess) return entry;
     cudaGetLastError();
     return nullptr;
   });
 }
-
-bool compiled() { return MOE_EP_COUNTED; }
 
 }  // namespace moe_ep::endpoint

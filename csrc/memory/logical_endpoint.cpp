@@ -10,6 +10,10 @@ namespace {
 
 std::atomic<bool> process_has_one{false};
 
+void require_all(const Driver& driver) {
+  if (const char* name = driver.missing()) throw Error(std::string("the driver does not export ") + name);
+}
+
 int32_t device_of(const Driver& driver, int32_t device_index) {
   int32_t device = 0;
   driver.check(driver.cuDeviceGet(&device, device_index), "cuDeviceGet");
@@ -151,6 +155,7 @@ Probe probe(const Driver& driver, int32_t device_index, bool compiled) {
 }
 
 int64_t endpoint_bytes(const Driver& driver, int32_t device_index, int64_t window_bytes) {
+  require_all(driver);
   return static_cast<int64_t>(rounded_bytes(driver, device_of(driver, device_index), window_bytes));
 }
 
@@ -164,7 +169,7 @@ Endpoints::Endpoints(const Driver& driver, const EndpointsOptions& options, uint
     throw ArgumentError("rank: expected 0..ep_size - 1 = " + std::to_string(options.ep_size - 1) + ", got " +
                         std::to_string(options.rank));
   }
-  if (const char* name = driver.missing()) throw Error(std::string("the driver does not export ") + name);
+  require_all(driver);
   if (!options.share_process && process_has_one.exchange(true)) throw Error(occupied());
   try {
     device_ = device_of(driver_, options.device_index);
@@ -259,7 +264,6 @@ std::vector<uint32_t> Endpoints::ids() const {
 }
 
 void Endpoints::suspend() {
-  require_open("suspend");
   const std::string failure = release();
   if (!failure.empty()) throw Error(failure);
 }

@@ -133,7 +133,7 @@ class Endpoints {
   std::vector<uint32_t> ids() const;
 
   // Unbinds the memory and gives back every endpoint and id, before a checkpoint frees `physical`. Throws the first
-  // Error after all has been tried.
+  // Error after all has been tried. Idempotent.
   void suspend();
   // Makes them anew over other memory of the same size; connect() with new handles follows.
   void resume(uint64_t physical);
@@ -158,8 +158,6 @@ class Endpoints {
 #ifdef MOE_EP_CUDA
 // The calls of the installed driver; null ones where it lacks them, or where there is no driver.
 Driver installed_driver();
-// Whether the toolkit of this build is kToolkit or newer.
-bool compiled();
 #endif
 
 }  // namespace moe_ep::endpoint

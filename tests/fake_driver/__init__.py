@@ -1,11 +1,13 @@
 """A CUDA driver with logical endpoints for machines without a GPU (driver.cpp), and csrc/memory/logical_endpoint.h over
-it (harness.cpp, compiled with the sources as they are, so that nothing need be built or installed)."""
+it (harness.cpp, compiled with the sources as they are, so that nothing need be built or installed). Where CUDA's headers
+are, csrc/memory/cuda_vmm.cpp over it too (windows.cpp)."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import shlex
+import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
+MEMORY = ROOT / "csrc" / "memory"
 ALIGNMENT = 2 << 20  # of the fake driver, unless told otherwise
 UNICAST_CLIQUE = 2
 # The calls that the code under test cannot do without, in the order in which it looks for them.
@@ -38,16 +41,35 @@ class Probe(NamedTuple):
     owner_access: bool
 
 
-def build(directory: Path) -> None:
-    """driver.so and harness.so in ``directory``."""
+def cuda_include() -> Path | None:
+    """The folder of cuda.h, None where there is none."""
+    nvcc = shutil.which("nvcc")
+    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda", nvcc and Path(nvcc).resolve().parent.parent]
+    folders = [Path(home) / "include" for home in homes if home]
+    return next((folder for folder in folders if (folder / "cuda.h").exists()), None)
+
+
+def compile_library(path: Path, files: Sequence[Path], *flags: str) -> None:
     # -Bsymbolic: the harness must not run the code of a library that the process has loaded.
     compiler = [*shlex.split(os.environ.get("CXX", "g++")), "-std=c++20", "-O0", "-fPIC", "-shared", "-Wl,-Bsymbolic"]
-    endpoints = ROOT / "csrc" / "memory" / "logical_endpoint.cpp"
-    for name, files in (("driver", [HERE / "driver.cpp"]), ("harness", [HERE / "harness.cpp", endpoints])):
-        subprocess.run(
-            [*compiler, "-Wall", "-Wextra", "-Werror", f"-I{ROOT}", *map(str, files), "-o", str(directory / f"{name}.so"), "-ldl"],
-            check=True,
-        )
+    subprocess.run(
+        [*compiler, "-Wall", "-Wextra", "-Werror", f"-I{ROOT}", *flags, *map(str, files), "-o", str(path), "-ldl"],
+        check=True,
+    )
+
+
+def build(directory: Path) -> None:
+    """driver.so and harness.so in ``directory``."""
+    compile_library(directory / "driver.so", [HERE / "driver.cpp"])
+    compile_library(directory / "harness.so", [HERE / "harness.cpp", MEMORY / "logical_endpoint.cpp"])
+
+
+def build_windows(directory: Path, include: Path) -> None:
+    """windows.so in ``directory``; ``include`` is the folder of cuda.h."""
+    sources = [MEMORY / f"{name}.cpp" for name in ("cuda_vmm", "cuda_endpoint", "logical_endpoint")]
+    compile_library(
+        directory / "windows.so", [HERE / "windows.cpp", *sources], "-DMOE_EP_CUDA=1", f"-isystem{include}"
+    )
 
 
 class FakeDriver:
@@ -56,7 +78,7 @@ class FakeDriver:
     def __init__(self, directory: Path) -> None:
         self.path = directory / "driver.so"
         self.lib = ctypes.CDLL(str(self.path))
-        for name in ("failed_call", "log", "violations", "held"):
+        for name in ("failed_call", "log", "violations", "held", "mapped"):
             getattr(self.lib, f"fake_{name}").restype = ctypes.c_char_p
         self.lib.fake_create_memory.restype = ctypes.c_uint64
         self.lib.fake_free_memory.argtypes = [ctypes.c_uint64]
@@ -100,7 +122,13 @@ class FakeDriver:
 
     @property
     def held(self) -> list[str]:
+        """Ids, and what they name."""
         return self._lines("held")
+
+    @property
+    def mapped(self) -> list[str]:
+        """Memory and ranges of addresses."""
+        return self._lines("mapped")
 
 
 class Harness:
@@ -180,3 +208,51 @@ class Endpoints:
 
     def keep_until_exit(self) -> None:
         self.harness.lib.harness_keep(self.pointer)
+
+
+class Windows:
+    """csrc/memory/cuda_vmm.cpp. Like the real one, it lets a process have one window with endpoints."""
+
+    def __init__(self, directory: Path, driver: FakeDriver) -> None:
+        self.lib = ctypes.CDLL(str(directory / "windows.so"))
+        self.lib.harness_text.restype = ctypes.c_char_p
+        self.lib.windows_load.restype = ctypes.c_bool
+        assert self.lib.windows_load(str(driver.path).encode())
+
+    check = Harness.check
+
+
+class Window:
+    """Of a rank, by fabric handle. ``ep_size=0``: without endpoints."""
+
+    def __init__(self, windows: Windows, window_bytes: int, *, rank: int = 0, ep_size: int = 0) -> None:
+        self.windows, self.rank = windows, rank
+        made = ctypes.c_void_p()
+        windows.check(windows.lib.windows_open(ctypes.c_int64(window_bytes), rank, ep_size, ctypes.byref(made)))
+        self.pointer = made
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        self.windows.check(getattr(self.windows.lib, f"windows_{name}")(self.pointer, *arguments))
+
+    def handle(self) -> bytes:
+        out, size = ctypes.create_string_buffer(1024), ctypes.c_int64()
+        self._call("handle", out, ctypes.byref(size))
+        return out.raw[: size.value]
+
+    def connect(self, handles: Sequence[bytes]) -> None:
+        (size,) = set(map(len, handles))
+        self._call("connect", self.rank, b"".join(handles), ctypes.c_int64(size), len(handles))
+
+    def endpoints(self) -> list[int]:
+        out, count = (ctypes.c_uint32 * 256)(), ctypes.c_int32()
+        self._call("endpoints", out, ctypes.byref(count))
+        return list(out)[: count.value]
+
+    def suspend(self) -> None:
+        self._call("suspend")
+
+    def resume(self) -> None:
+        self._call("resume")
+
+    def close(self) -> None:
+        self.windows.lib.windows_close(self.pointer)

@@ -9,11 +9,13 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace {
 
 constexpr int kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kDeinitialized = 4, kInvalidDevice = 101;
+constexpr int kFabricMemory = 8;  // CU_MEM_HANDLE_TYPE_FABRIC
 
 struct Endpoint {
   int device;
@@ -35,21 +37,28 @@ struct Id {
 struct Memory {
   uint64_t bytes;
   bool fabric;
+  int64_t users = 1;  // handles and mappings
+};
+
+struct Range {  // of reserved addresses
+  uint64_t bytes;
+  uint64_t memory = 0;  // 0 = nothing is mapped
 };
 
 struct Driver {
   std::map<std::string, int64_t> knobs{
       {"version", 13040}, {"devices", 8},        {"major", 10},       {"minor", 0},      {"unicast", 1},
       {"counted", 1},     {"owner_access", 1},   {"handle_types", 1}, {"alignment", 2 << 20},
-      {"max_size", 1ll << 40}, {"queries", 0},   {"never_ready", 0},  {"deinitialized", 0},
+      {"granularity", 2 << 20}, {"max_size", 1ll << 40}, {"queries", 0},   {"never_ready", 0},  {"deinitialized", 0},
   };
   std::vector<std::pair<int, uint32_t>> cliques;
   std::map<uint32_t, Id> ids;
   std::map<uint64_t, Memory> memories;
+  std::map<uint64_t, Range> ranges;  // by address
   std::set<uint64_t> exported;  // serial numbers
   std::map<uint64_t, std::weak_ptr<Endpoint>> endpoints;
   uint32_t next_id = 1000;
-  uint64_t next_serial = 1, next_memory = 1;
+  uint64_t next_serial = 1, next_memory = 1, next_address = 1ull << 40;
   int64_t associations = 0, calls = 0, fail_at = 0;
   int fail_with = 0;
   std::string failed_call, log, violations, text;
@@ -112,6 +121,9 @@ struct Prop {  // CUlogicalEndpointProp
   unsigned long long size;
   unsigned ipc_handle_types, flags;
 };
+struct AllocationProp {  // the head of CUmemAllocationProp
+  int type, handle_types, location, device;
+};
 struct CliqueInfo {
   int type;
   unsigned id;
@@ -158,6 +170,17 @@ const char* fake_held() {
   }
   return text.c_str();
 }
+// Memory and addresses.
+const char* fake_mapped() {
+  std::string& text = d().text;
+  text.clear();
+  for (const auto& [memory, entry] : d().memories) text += "memory " + std::to_string(memory) + "\n";
+  for (const auto& [address, range] : d().ranges) {
+    text += "range " + std::to_string(range.bytes) +
+            (range.memory == 0 ? "" : " of memory " + std::to_string(range.memory)) + "\n";
+  }
+  return text.c_str();
+}
 uint64_t fake_create_memory(uint64_t bytes, bool fabric) {
   d().memories[d().next_memory] = {bytes, fabric};
   return d().next_memory++;
@@ -170,6 +193,13 @@ void fake_free_memory(uint64_t memory) {
       if (binding.memory == memory) reject("memory was freed while bound");
     }
   }
+}
+
+// A handle or a mapping of it goes; the last one frees it.
+static int give_up(uint64_t memory) {
+  if (d().memories.count(memory) == 0) return reject("memory that is none was released");
+  if (--d().memories[memory].users == 0) fake_free_memory(memory);
+  return kSuccess;
 }
 
 int cuInit(unsigned flags) { return begin("cuInit", list(flags)); }
@@ -334,6 +364,79 @@ int cuLogicalEndpointImport(uint32_t id, const void* handle, int handle_type) {
   auto endpoint = d().endpoints[given.serial].lock();
   if (endpoint == nullptr) return reject("import: the endpoint is gone");
   associate(*find(id), std::move(endpoint), false);
+  return kSuccess;
+}
+
+int cuGetErrorString(int result, const char** text) { return cuGetErrorName(result, text); }
+
+int cuMemGetAllocationGranularity(size_t* granularity, const AllocationProp*, int) {
+  if (const int result = begin("cuMemGetAllocationGranularity", "()")) return result;
+  *granularity = static_cast<size_t>(d().knobs["granularity"]);
+  return kSuccess;
+}
+int cuMemCreate(unsigned long long* memory, size_t bytes, const AllocationProp* prop, unsigned long long flags) {
+  if (const int result = begin("cuMemCreate", list(bytes, prop->handle_types, prop->device))) return result;
+  if (bytes == 0 || bytes % static_cast<uint64_t>(d().knobs["granularity"]) != 0) return reject("create: misaligned");
+  if (flags != 0) return reject("create: wrong flags");
+  *memory = fake_create_memory(bytes, prop->handle_types == kFabricMemory);
+  return kSuccess;
+}
+int cuMemRelease(unsigned long long memory) {
+  if (const int result = begin("cuMemRelease", list(memory))) return result;
+  return give_up(memory);
+}
+int cuMemAddressReserve(unsigned long long* address, size_t bytes, size_t, unsigned long long, unsigned long long) {
+  if (const int result = begin("cuMemAddressReserve", list(bytes))) return result;
+  *address = d().next_address;
+  d().next_address += bytes;
+  d().ranges[*address] = {bytes};
+  return kSuccess;
+}
+int cuMemAddressFree(unsigned long long address, size_t bytes) {
+  if (const int result = begin("cuMemAddressFree", list(bytes))) return result;
+  const auto it = d().ranges.find(address);
+  if (it == d().ranges.end() || it->second.bytes != bytes) return reject("addresses that are not reserved were freed");
+  if (it->second.memory != 0) return reject("addresses were freed while mapped");
+  d().ranges.erase(it);
+  return kSuccess;
+}
+int cuMemMap(unsigned long long address, size_t bytes, size_t, unsigned long long memory, unsigned long long) {
+  if (const int result = begin("cuMemMap", list(bytes, memory))) return result;
+  const auto it = d().ranges.find(address);
+  if (it == d().ranges.end() || it->second.bytes != bytes || it->second.memory != 0) return reject("map: bad range");
+  if (d().memories.count(memory) == 0 || d().memories[memory].bytes < bytes) return reject("map: bad memory");
+  it->second.memory = memory;
+  ++d().memories[memory].users;
+  return kSuccess;
+}
+int cuMemUnmap(unsigned long long address, size_t bytes) {
+  if (const int result = begin("cuMemUnmap", list(bytes))) return result;
+  const auto it = d().ranges.find(address);
+  if (it == d().ranges.end() || it->second.bytes != bytes || it->second.memory == 0) return reject("unmap: bad range");
+  return give_up(std::exchange(it->second.memory, 0));
+}
+int cuMemSetAccess(unsigned long long address, size_t, const void*, size_t) {
+  if (const int result = begin("cuMemSetAccess", "()")) return result;
+  return d().ranges.count(address) && d().ranges[address].memory != 0 ? kSuccess : reject("access: nothing is mapped");
+}
+int cuMemExportToShareableHandle(void* handle, unsigned long long memory, int handle_type, unsigned long long) {
+  if (const int result = begin("cuMemExportToShareableHandle", list(memory, handle_type))) return result;
+  if (handle_type != kFabricMemory || d().memories.count(memory) == 0 || !d().memories[memory].fabric) {
+    return reject("export: the memory cannot be exported");
+  }
+  const Handle made{{'m', 'e', 'm', 'o', 'r', 'y'}, memory, {}};
+  std::memcpy(handle, &made, sizeof made);
+  return kSuccess;
+}
+int cuMemImportFromShareableHandle(unsigned long long* memory, const void* handle, int handle_type) {
+  Handle given;
+  std::memcpy(&given, handle, sizeof given);
+  if (const int result = begin("cuMemImportFromShareableHandle", list(handle_type))) return result;
+  if (std::strcmp(given.magic, "memory") != 0 || d().memories.count(given.serial) == 0) {
+    return reject("import: the handle is not of a memory");
+  }
+  *memory = given.serial;
+  ++d().memories[given.serial].users;
   return kSuccess;
 }
 
