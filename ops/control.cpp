@@ -131,7 +131,7 @@ PYBIND11_MODULE(_C, m) {
         return d;
       },
       py::arg("device_index"),
-      "Counted writes of the device: reason (str, why it has none; \"\" where it has them), clique (int, equal on ranks "
+      "Counted writes of the device: reason (str, why it has none, \"\" where it has them), clique (int, of devices "
       "that reach each other) and owner_access (bool, needed where ranks share a device).");
 #else
   m.attr("has_cuda") = false;

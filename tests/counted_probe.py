@@ -19,7 +19,10 @@ ENDPOINT_CALLS = tuple(name for name in CALLS if "Clique" in name or "Endpoint" 
 
 @dataclass
 class Machine:
-    """Departures from a device of capability 10.0 with everything; ``fails``: the n-th call of the probe, its result."""
+    """How it departs from a device of capability 10.0 with everything.
+
+    fails: which call of the probe, from 1 on, and its result.
+    """
 
     name: str
     knobs: dict[str, int] = field(default_factory=dict)

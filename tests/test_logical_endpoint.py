@@ -1,15 +1,19 @@
-"""csrc/memory/logical_endpoint.h over the fake driver: the probe, the life of the endpoints, and every failure in it."""
+"""csrc/memory/logical_endpoint.h over the fake driver: the probe, the life of the endpoints and of windows with them,
+every failure in it, and the vote."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from counted_probe import LACKS, MACHINES, RESULTS, Machine, ask, table
 from fake_driver import (
     ALIGNMENT,
@@ -26,7 +30,8 @@ from fake_driver import (
     cuda_include,
 )
 
-from torch_moe_ep import _C
+from torch_moe_ep import _C, MoEEpCommParams, NVLinkOneSidedConfig
+from torch_moe_ep.nvlink_one_sided import Reach, counted_refusals, reach_of_counted_writes, refusals
 
 HERE = Path(__file__).resolve().parent
 OUT_OF_MEMORY, NOT_PERMITTED, SYSTEM_NOT_READY = 2, 800, 802
@@ -633,8 +638,8 @@ def test_every_call_of_a_window_may_fail(driver: FakeDriver, harness: Harness, w
         where = f"call {n}, {name}: {said}, {driver.held}, {driver.mapped}"
         assert driver.failed_call == name, where
         if name not in GIVES_BACK:  # else what it was to give back is left
-            expected = "CUDA_ERROR_OUT_OF_MEMORY" if name != "cuDriverGetVersion" else "does not export cuLogicalEndpoint"
-            assert expected in said, where
+            asks_version = name == "cuDriverGetVersion"
+            assert ("does not export cuLogical" if asks_version else "CUDA_ERROR_OUT_OF_MEMORY") in said, where
             assert (driver.violations, driver.held, driver.mapped) == ([], [], []), where
         failed.add(name)
     everything = {name for name in CALLS if "LogicalEndpoint" in name} | {"cuMemCreate", "cuMemMap", "cuMemSetAccess"}
@@ -660,6 +665,74 @@ def test_a_window_whose_memory_cannot_be_unbound_keeps_it(
     window.connect([peer.handle(own), own])
     window.close()
     peer.close()
+
+
+# The vote of the ranks.
+
+REACHES = Reach(clique=7, owner_access=False, device="gpu 0", process="p 0")
+
+
+def ranks_with(*changes: dict[str, object]) -> list[Reach]:
+    return [
+        REACHES._replace(**{"device": f"gpu {rank}", "process": f"p {rank}", **change})
+        for rank, change in enumerate(changes)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ([{}], []),
+        ([{}, {}, {}], []),
+        ([{}, {"clique": 8}, {}], ["rank 1: clique 8 of logical endpoints, rank 0 is in 7"]),
+        (
+            [{"clique": 8}, {}, {}],
+            [f"rank {rank}: clique 7 of logical endpoints, rank 0 is in 8" for rank in (1, 2)],
+        ),
+        (
+            [{}, {"device": "gpu 0"}, {}],
+            [
+                f"rank {rank}: one device with rank {other}, and it does not reach its own endpoints"
+                for rank, other in ((0, 1), (1, 0))
+            ],
+        ),
+        ([{"owner_access": True}, {"device": "gpu 0", "owner_access": True}], []),
+        (
+            [{"process": "p", "owner_access": True}, {}, {"process": "p", "owner_access": True}],
+            [
+                f"rank {rank}: one process with rank {other}, and a process has one window with an endpoint"
+                for rank, other in ((0, 2), (2, 0))
+            ],
+        ),
+    ],
+)  # fmt: skip
+def test_ranks_that_counted_writes_do_not_join(changes: list[dict[str, object]], expected: list[str]) -> None:
+    assert counted_refusals(ranks_with(*changes)) == expected
+
+
+def test_a_rank_votes_with_what_the_probe_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def probe(device: int) -> dict[str, object]:
+        asked.append(device)
+        return {"reason": "there is none", "clique": 0, "owner_access": False}
+
+    monkeypatch.setattr(_C, "counted_probe", probe, raising=False)
+    params = MoEEpCommParams(8, 2, 4, 64)
+    for cft, reason in ((None, "there is none"), (True, "there is none"), (False, "cft=False")):
+        assert refusals(NVLinkOneSidedConfig(cft=cft), 2, params, 3)["cft"] == reason
+    assert asked == [3, 3]
+
+
+def test_reach_of_this_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"reason": "", "clique": 5, "owner_access": True}
+    monkeypatch.setattr(_C, "counted_probe", lambda device: found, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"uuid {device}"))
+    mine = reach_of_counted_writes(3)
+    assert mine == reach_of_counted_writes(3) == Reach(5, True, "uuid 3", mine.process)
+    program = "from torch_moe_ep import nvlink_one_sided as n; print(n._process)"
+    other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
+    assert other and not mine.process.startswith(other) and mine.process.endswith(f"/{os.getpid()}")
 
 
 # The end of a process.

@@ -1,6 +1,6 @@
 """A CUDA driver with logical endpoints for machines without a GPU (driver.cpp), and csrc/memory/logical_endpoint.h over
-it (harness.cpp, compiled with the sources as they are, so that nothing need be built or installed). Where CUDA's headers
-are, csrc/memory/cuda_vmm.cpp over it too (windows.cpp)."""
+it (harness.cpp, compiled with the sources as they are, so that nothing need be built or installed). Where CUDA's
+headers are, csrc/memory/cuda_vmm.cpp over it too (windows.cpp)."""
 
 from __future__ import annotations
 

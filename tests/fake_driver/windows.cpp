@@ -74,9 +74,9 @@ bool windows_load(const char* path) {
 int windows_open(int64_t bytes, int32_t rank, int32_t ep_size, WindowMemory** made) {
   return guarded([&] {
     const auto size = static_cast<size_t>(bytes);
-    *made = (ep_size > 0 ? moe_ep::make_endpoint_memory(size, 0, rank, ep_size)
-                         : moe_ep::make_vmm_memory(size, 0, true))
-                .release();
+    *made =
+        (ep_size > 0 ? moe_ep::make_endpoint_memory(size, 0, rank, ep_size) : moe_ep::make_vmm_memory(size, 0, true))
+            .release();
   });
 }
 int windows_handle(const WindowMemory* window, char* out, int64_t* bytes) {
