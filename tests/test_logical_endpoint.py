@@ -578,9 +578,10 @@ def test_memory_suits_endpoint_and_allocation(
 def test_a_second_window_has_no_endpoints(driver: FakeDriver, windows: Windows) -> None:
     first = Window(windows, ALIGNMENT, ep_size=1)
     before = driver.held, driver.mapped
+    driver.set(max_size=ALIGNMENT)
     with pytest.raises(EndpointError, match="this process has a window with logical endpoints"):
-        Window(windows, ALIGNMENT, ep_size=1)
-    assert (driver.held, driver.mapped) == before
+        Window(windows, 2 * ALIGNMENT, ep_size=1)
+    assert (driver.held, driver.mapped) == before and len([c for c in driver.log if c.startswith("cuMemCreate")]) == 1
     second = Window(windows, ALIGNMENT)
     first.close()
     third = Window(windows, ALIGNMENT, ep_size=1)

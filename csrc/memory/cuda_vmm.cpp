@@ -146,6 +146,8 @@ class VmmMemory final : public WindowMemory {
     endpoint::EndpointsOptions options;
     size_t least = bytes;
     if (ep_size > 0) {
+      const std::string occupied = endpoint::Endpoints::occupied();
+      if (!occupied.empty()) throw Error(occupied);
       endpoint_driver = endpoint::installed_driver();
       options.device_index = device;
       options.rank = rank;
