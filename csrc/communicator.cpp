@@ -75,6 +75,12 @@ std::unique_ptr<WindowMemory> make_memory(const CommunicatorOptions& o, int64_t 
   const auto bytes = static_cast<size_t>(window_bytes);
   if (o.device == DeviceKind::kCpu) return make_shm_memory(bytes);
 #ifdef MOE_EP_CUDA
+  if (o.counted == CountedPuts::kFabric) {
+    require(cuda::compiled_with_counted_writes(),
+            "counted: this build has no fabric writes; build with CUDA 13.4 or newer");
+    require(o.memory == "fabric", "memory: expected fabric where counted is fabric, got " + o.memory);
+    return make_endpoint_memory(bytes, o.device_index, o.rank, o.shape.ep_size);
+  }
   if (o.memory == "fabric" || o.memory == "posix_fd") {
     return make_vmm_memory(bytes, o.device_index, o.memory == "fabric");
   }
@@ -123,7 +129,7 @@ void Communicator::connect(const std::vector<std::string>& handles, int32_t max_
             "max_blocks: expected 1.." + std::to_string(cuda::kMaxBlocks) + got(max_blocks));
     device_end_->max_blocks = max_blocks;
     device_end_->early_blocks = early_blocks;
-    device_end_->connect(memory_->bases(), {});
+    device_end_->connect(memory_->bases(), memory_->endpoints());
   }
 #endif
 }

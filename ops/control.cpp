@@ -8,6 +8,7 @@
 #include "csrc/transport/host_wait.h"
 #ifdef MOE_EP_CUDA
 #include "csrc/cuda/launch.h"
+#include "csrc/memory/logical_endpoint.h"
 #endif
 
 namespace py = pybind11;
@@ -117,6 +118,21 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("name"), py::arg("groups"), py::arg("pieces"), py::arg("threads"), py::arg("descending") = true,
       "Benchmarks only: cuts every step into groups * pieces blocks; groups = 0 returns to the own choice.");
+  m.def(
+      "counted_probe",
+      [](int32_t device_index) {
+        const bool compiled = cuda::compiled_with_counted_writes();
+        const endpoint::Driver driver = compiled ? endpoint::installed_driver() : endpoint::Driver{};
+        const endpoint::Probe found = endpoint::probe(driver, device_index, compiled);
+        py::dict d;
+        d["reason"] = found.reason;
+        d["clique"] = found.clique;
+        d["owner_access"] = found.owner_access;
+        return d;
+      },
+      py::arg("device_index"),
+      "Counted writes of the device: reason (str, why it has none, \"\" where it has them), clique (int, of devices "
+      "that reach each other) and owner_access (bool, needed where ranks share a device).");
 #else
   m.attr("has_cuda") = false;
 #endif

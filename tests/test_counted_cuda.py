@@ -271,7 +271,8 @@ def test_windows_keep_their_counts_over_a_checkpoint() -> None:
 def test_without_the_switch_the_machine_decides() -> None:
     config = NVLinkOneSidedConfig(lamport=False, cft=True)
     groups = create_local_group(2, MoEEpCommParams(4, 2, 8, 64), config)
-    if torch.cuda.get_device_capability() < (10, 0):
-        assert all(not g.cft_enabled and "below 10.0" in g.transport_refusals["cft"][0] for g in groups)  # type: ignore[attr-defined]
+    reason = _C.counted_probe(torch.cuda.current_device())["reason"]
+    assert all(g.cft_enabled == (not reason) for g in groups)  # type: ignore[attr-defined]
+    assert not reason or groups[1].transport_refusals["cft"] == [f"rank {r}: {reason}" for r in range(2)]  # type: ignore[attr-defined]
     for group in groups:
         group.destroy()

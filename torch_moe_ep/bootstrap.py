@@ -382,8 +382,15 @@ def suspend_window(window: SharedWindow) -> None:
     """Gives the physical memory back on every rank and keeps every address. Collective; no op may be running."""
     if window.suspended:
         return
+    # A peer's last op may still be reading from this window, or writing into it, when this rank's has ended.
+    _agree(window.exchange, "waiting for the device", lambda: _synchronize(window.order.device), lambda: None)
     _agree(window.exchange, "unmapping the windows", lambda: _C.suspend(window.name), lambda: None)
     window.suspended = True
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def resume_window(window: SharedWindow) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import uuid
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -68,19 +72,22 @@ class NVLinkOneSidedAlltoAll(OneSidedAlltoAll):
                 refusals(config, bootstrap.world_size, params, index, _emulate_cft),
                 config.lamport_max_tokens,
                 device_share(torch.device("cuda", index), num_sms),
+                reach_of_counted_writes(index),
             ),
         )
-        for rank, (_, limit, _) in enumerate(votes):
+        for rank, (_, limit, _, _) in enumerate(votes):
             if limit != config.lamport_max_tokens:
                 raise ValueError(
                     f"lamport_max_tokens: rank {bootstrap.rank} has {config.lamport_max_tokens}, rank {rank} has "
                     f"{limit}; it must be the same on every rank"
                 )
         self.transport_refusals: dict[str, list[str]] = {
-            transport: [f"rank {r}: {vote[transport]}" for r, (vote, _, _) in enumerate(votes) if vote[transport]]
+            transport: [f"rank {r}: {vote[transport]}" for r, (vote, _, _, _) in enumerate(votes) if vote[transport]]
             for transport in ("lamport", "cft")
         }
-        blocks = common_blocks([share for _, _, share in votes])
+        if not self.transport_refusals["cft"] and not _emulate_cft:
+            self.transport_refusals["cft"] = counted_refusals([reach for _, _, _, reach in votes])
+        blocks = common_blocks([share for _, _, share, _ in votes])
         limit = config.lamport_max_tokens or default_lamport_max_tokens(params, bootstrap.world_size, blocks)
         capacity = params.max_tokens_per_rank
         # With cft=True every step takes counted writes, else those up to the two limits.
@@ -180,7 +187,6 @@ def refusals(
     config: NVLinkOneSidedConfig, ep_size: int, params: MoEEpCommParams, device: int, emulate_cft: bool = False
 ) -> dict[str, str]:
     """Why this rank does not take part in a transport, by transport; "" where it does. What a rank votes with."""
-    capability = torch.cuda.get_device_capability(device)
     choice_bytes = params.top_k * (4 + max(4, params.token_dtype.itemsize))
     if config.lamport is False or config.lamport is None and config.cft is True:
         lamport = "lamport=False" if config.lamport is False else "cft=True"
@@ -198,10 +204,41 @@ def refusals(
         cft = "cft=False"
     elif ep_size == 1:
         cft = "a lone rank needs no transport"
-    elif emulate_cft:
-        cft = ""
-    elif capability < (10, 0):
-        cft = f"compute capability {capability[0]}.{capability[1]} is below 10.0"
     else:
-        cft = "this version of torch_moe_ep has no counted writes"
+        cft = "" if emulate_cft else _C.counted_probe(device)["reason"]
     return {"lamport": lamport, "cft": cft}
+
+
+class Reach(NamedTuple):
+    """What tells whether counted writes reach one rank from another."""
+
+    clique: int  # of devices that reach each other
+    owner_access: bool  # whether the device reaches its own windows
+    device: str  # what identifies it among all hosts
+    process: str  # likewise
+
+
+_process = str(uuid.uuid4())
+
+
+def reach_of_counted_writes(device: int) -> Reach:
+    """This rank's; meaningful where its :func:`refusals` have none for ``cft``."""
+    found = _C.counted_probe(device)
+    # A forked process has the same token and another id.
+    identity = str(torch.cuda.get_device_properties(device).uuid)
+    return Reach(found["clique"], found["owner_access"], identity, f"{_process}/{os.getpid()}")
+
+
+def counted_refusals(ranks: Sequence[Reach]) -> list[str]:
+    """Why counted writes do not reach every rank from every rank, a sentence for each rank that is to blame."""
+    refusals = []
+    for r, mine in enumerate(ranks):
+        beside = next((s for s in range(len(ranks)) if s != r and ranks[s].process == mine.process), None)
+        sharing = next((s for s in range(len(ranks)) if s != r and ranks[s].device == mine.device), None)
+        if mine.clique != ranks[0].clique:
+            refusals.append(f"rank {r}: clique {mine.clique} of logical endpoints, rank 0 is in {ranks[0].clique}")
+        elif beside is not None:
+            refusals.append(f"rank {r}: one process with rank {beside}, and a process has one window with an endpoint")
+        elif sharing is not None and not mine.owner_access:
+            refusals.append(f"rank {r}: one device with rank {sharing}, and it does not reach its own endpoints")
+    return refusals

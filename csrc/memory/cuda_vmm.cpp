@@ -1,7 +1,8 @@
 // Windows in GPU memory that the driver's virtual memory calls map (cuMemCreate, cuMemMap): their physical memory can
 // be given back and replaced while every address stays, which is what keeps captured graphs alive over a checkpoint.
 // Handles travel as fabric handles (any process of the NVLink domain) or as file descriptors (processes of one host,
-// sent over a unix socket in the abstract namespace, which leaves no file behind).
+// sent over a unix socket in the abstract namespace, which leaves no file behind). Windows with logical endpoints send
+// the fabric handles of both.
 #include <cuda.h>
 #include <cuda_runtime.h>
 #include <poll.h>
@@ -14,6 +15,7 @@
 
 #include "csrc/ep.h"
 #include "csrc/memory/cuda_peer.h"
+#include "csrc/memory/logical_endpoint.h"
 #include "csrc/memory/memory.h"
 
 namespace moe_ep {
@@ -127,7 +129,9 @@ class DescriptorExchange {
 
 class VmmMemory final : public WindowMemory {
  public:
-  VmmMemory(size_t bytes, int32_t device, bool fabric) : device_(device), fabric_(fabric) {
+  // ep_size: of the endpoints; 0 = the windows have none.
+  VmmMemory(size_t bytes, int32_t device, bool fabric, int32_t rank = 0, int32_t ep_size = 0)
+      : device_(device), fabric_(fabric) {
     const cuda_memory::OnDevice on(device);
     check_runtime(cudaFree(nullptr), "creating the CUDA context");
     location_.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
@@ -138,11 +142,28 @@ class VmmMemory final : public WindowMemory {
     check_driver(
         MOE_EP_DRIVER(cuMemGetAllocationGranularity)(&granularity, &location_, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
         "cuMemGetAllocationGranularity");
-    bytes_ = (bytes + granularity - 1) / granularity * granularity;
+    endpoint::Driver endpoint_driver;
+    endpoint::EndpointsOptions options;
+    size_t least = bytes;
+    if (ep_size > 0) {
+      const std::string occupied = endpoint::Endpoints::occupied();
+      if (!occupied.empty()) throw Error(occupied);
+      endpoint_driver = endpoint::installed_driver();
+      options.device_index = device;
+      options.rank = rank;
+      options.ep_size = ep_size;
+      options.window_bytes = static_cast<int64_t>(bytes);
+      least = static_cast<size_t>(endpoint::endpoint_bytes(endpoint_driver, device, options.window_bytes));
+    }
+    bytes_ = (least + granularity - 1) / granularity * granularity;
+    options.physical_bytes = static_cast<int64_t>(bytes_);
     if (!fabric) exchange_ = std::make_unique<DescriptorExchange>();
     try {
       own_ = reserve();
       allocate();
+      if (ep_size > 0) {
+        endpoints_ = std::make_unique<endpoint::Endpoints>(endpoint_driver, options, own_physical_);
+      }
     } catch (...) {
       release();
       throw;
@@ -157,6 +178,7 @@ class VmmMemory final : public WindowMemory {
     if (fabric_) {
       check_driver(MOE_EP_DRIVER(cuMemExportToShareableHandle)(h.payload, own_physical_, CU_MEM_HANDLE_TYPE_FABRIC, 0),
                    "exporting a fabric handle");
+      if (endpoints_ != nullptr) endpoints_->handle().copy(h.payload + kEndpointAt, sizeof(endpoint::FabricHandle));
     } else {
       h.set_text(exchange_->name());
     }
@@ -166,6 +188,7 @@ class VmmMemory final : public WindowMemory {
   void connect(int rank, const std::vector<std::string>& handles) override {
     const cuda_memory::OnDevice on(device_);
     bases_.resize(handles.size(), nullptr);
+    reserved_.resize(handles.size(), 0);
     mapped_.resize(handles.size(), 0);
     int32_t expected = 0;
     for (size_t peer = 0; peer < handles.size(); ++peer) {
@@ -194,10 +217,20 @@ class VmmMemory final : public WindowMemory {
       check_driver(status, "importing a peer's file descriptor");
       map_peer(static_cast<size_t>(peer), physical);
     }
+    if (endpoints_ == nullptr) return;
+    std::vector<std::string> of_endpoints;
+    for (const std::string& handle : handles) {
+      of_endpoints.push_back(
+          handle.substr(offsetof(PeerHandle, payload) + kEndpointAt, sizeof(endpoint::FabricHandle)));
+    }
+    endpoints_->connect(of_endpoints);
   }
 
   void seal() override {}
   const std::vector<char*>& bases() const override { return bases_; }
+  std::vector<uint32_t> endpoints() const override {
+    return endpoints_ == nullptr ? std::vector<uint32_t>() : endpoints_->ids();
+  }
 
   void suspend() override {
     const cuda_memory::OnDevice on(device_);
@@ -206,14 +239,25 @@ class VmmMemory final : public WindowMemory {
       if (mapped_[peer]) MOE_EP_DRIVER(cuMemUnmap)(as_pointer(bases_[peer]), bytes_);
       mapped_[peer] = 0;
     }
+    if (endpoints_ != nullptr) endpoints_->suspend();
     free_physical();
   }
   void resume() override {
     const cuda_memory::OnDevice on(device_);
-    allocate();
+    try {
+      allocate();
+      if (endpoints_ != nullptr) endpoints_->resume(own_physical_);
+    } catch (...) {
+      free_physical();
+      throw;
+    }
   }
 
  private:
+  // Where the endpoint's handle lies in PeerHandle::payload.
+  static constexpr size_t kEndpointAt = sizeof(CUmemFabricHandle);
+  static_assert(kEndpointAt + sizeof(endpoint::FabricHandle) <= sizeof(PeerHandle::payload));
+
   static CUdeviceptr as_pointer(char* address) { return reinterpret_cast<CUdeviceptr>(address); }
 
   char* reserve() const {
@@ -255,7 +299,10 @@ class VmmMemory final : public WindowMemory {
   void map_peer(size_t peer, CUmemGenericAllocationHandle physical) {
     try {
       if (peer >= bases_.size()) throw Error("a window came from rank " + std::to_string(peer) + ", which is none");
-      if (bases_[peer] == nullptr) bases_[peer] = reserve();
+      if (bases_[peer] == nullptr) {
+        bases_[peer] = reserve();
+        reserved_[peer] = 1;
+      }
       check_driver(MOE_EP_DRIVER(cuMemMap)(as_pointer(bases_[peer]), bytes_, 0, physical, 0), "cuMemMap");
       mapped_[peer] = 1;
       allow(bases_[peer], device_);
@@ -291,16 +338,17 @@ class VmmMemory final : public WindowMemory {
     try {
       const cuda_memory::OnDevice on(device_);
       for (size_t peer = 0; peer < mapped_.size(); ++peer) {
-        if (!mapped_[peer]) continue;
-        MOE_EP_DRIVER(cuMemUnmap)(as_pointer(bases_[peer]), bytes_);
-        MOE_EP_DRIVER(cuMemAddressFree)(as_pointer(bases_[peer]), bytes_);
+        if (mapped_[peer]) MOE_EP_DRIVER(cuMemUnmap)(as_pointer(bases_[peer]), bytes_);
+        if (reserved_[peer]) MOE_EP_DRIVER(cuMemAddressFree)(as_pointer(bases_[peer]), bytes_);
       }
+      endpoints_.reset();
       free_physical();
       if (own_ != nullptr) MOE_EP_DRIVER(cuMemAddressFree)(as_pointer(own_), bytes_);
     } catch (const Error&) {
       // The context is gone (a trap, or the process ends), and the memory with it.
     }
     bases_.clear();
+    reserved_.clear();
     mapped_.clear();
     own_ = nullptr;
   }
@@ -313,14 +361,20 @@ class VmmMemory final : public WindowMemory {
   bool own_mapped_ = false;
   char* own_ = nullptr;
   std::vector<char*> bases_;
+  std::vector<char> reserved_;  // 1 = bases_[peer] was reserved by this object
   std::vector<char> mapped_;  // 1 = a peer's window is mapped at bases_[peer] by this object
   std::unique_ptr<DescriptorExchange> exchange_;
+  std::unique_ptr<endpoint::Endpoints> endpoints_;  // bound to own_physical_ while that is there
 };
 
 }  // namespace
 
 std::unique_ptr<WindowMemory> make_vmm_memory(size_t bytes, int32_t device, bool fabric) {
   return std::make_unique<VmmMemory>(bytes, device, fabric);
+}
+
+std::unique_ptr<WindowMemory> make_endpoint_memory(size_t bytes, int32_t device, int32_t rank, int32_t ep_size) {
+  return std::make_unique<VmmMemory>(bytes, device, true, rank, ep_size);
 }
 
 }  // namespace moe_ep

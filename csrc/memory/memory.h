@@ -23,6 +23,9 @@ class WindowMemory {
   virtual void seal() = 0;
   // Base addresses, in this process, of the windows of all ranks. Valid after connect().
   virtual const std::vector<char*>& bases() const = 0;
+  // The logical endpoints of the windows of all ranks, as this process names them; empty where they have none. Valid
+  // after connect(), which changes them.
+  virtual std::vector<uint32_t> endpoints() const { return {}; }
   // Gives the physical memory back and keeps every address; resume() puts fresh zeros behind the own one, after which
   // connect() with new handles maps the peers where they were. Throws Error where the kind cannot.
   virtual void suspend() {
@@ -38,6 +41,9 @@ std::unique_ptr<WindowMemory> make_shm_memory(size_t bytes);
 #ifdef MOE_EP_CUDA
 // GPU memory, zero-filled: by fabric handle, by file descriptor, by cudaIpc handle.
 std::unique_ptr<WindowMemory> make_vmm_memory(size_t bytes, int32_t device, bool fabric);
+// By fabric handle, with a logical endpoint per window, for counted writes. Throws Error where this process has such a
+// window already, or the driver makes no endpoint of this size.
+std::unique_ptr<WindowMemory> make_endpoint_memory(size_t bytes, int32_t device, int32_t rank, int32_t ep_size);
 std::unique_ptr<WindowMemory> make_ipc_memory(size_t bytes, int32_t device);
 #endif
 
