@@ -648,6 +648,26 @@ def test_every_call_of_a_window_may_fail(driver: FakeDriver, harness: Harness, w
     driver.reset()
 
 
+def test_a_failed_resume_of_a_window_can_be_tried_again(driver: FakeDriver, windows: Windows) -> None:
+    window = Window(windows, ALIGNMENT, ep_size=1)
+    window.connect([window.handle()])
+    window.suspend()
+    suspended = driver.held, driver.mapped
+    before = len(driver.log)
+    window.resume()
+    calls = len(driver.log) - before
+    window.suspend()
+    for n in range(1, calls + 1):
+        driver.fail_at(n, OUT_OF_MEMORY)
+        with pytest.raises(EndpointError, match="CUDA_ERROR_OUT_OF_MEMORY"):
+            window.resume()
+        assert (driver.held, driver.mapped) == suspended
+    window.resume()
+    window.connect([window.handle()])
+    assert len(window.endpoints()) == 1
+    window.close()
+
+
 def test_a_window_whose_memory_cannot_be_unbound_keeps_it(
     driver: FakeDriver, harness: Harness, windows: Windows
 ) -> None:
