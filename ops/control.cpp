@@ -111,8 +111,8 @@ PYBIND11_MODULE(_C, m) {
         return d;
       },
       py::arg("device_index"),
-      "Counted writes of the device: reason (str, why it has none; \"\" where it has them), clique (int, equal on ranks "
-      "that reach each other) and owner_access (bool, needed where ranks share a device).");
+      "Counted writes of the device: reason (str, why it has none; \"\" where it has them), clique (int, equal on the "
+      "ranks that reach each other), owner_access (bool, needed where ranks share a device).");
 #else
   m.attr("has_cuda") = false;
 #endif

@@ -19,7 +19,7 @@ ENDPOINT_CALLS = tuple(name for name in CALLS if "Clique" in name or "Endpoint" 
 
 @dataclass
 class Machine:
-    """Departures from a device of capability 10.0 with everything; ``fails``: the n-th call of the probe, its result."""
+    """Departures from a device of capability 10.0 with everything; ``fails``: which call of the probe, its result."""
 
     name: str
     knobs: dict[str, int] = field(default_factory=dict)
@@ -42,7 +42,7 @@ LACKS = [
 ]
 MACHINES = [
     *LACKS,
-    Machine("driver of CUDA 13.3, without cliques", {"version": 13030}, hidden=CALLS[5:7]),
+    Machine("driver of CUDA 13.3, without cliques", {"version": 13030}, hidden=tuple(CALLS[5:7])),
     Machine("capability 8.9", {"major": 8, "minor": 9}),
     Machine("handle types without fabric", {"handle_types": 2}),
     Machine("cliques of other types", cliques=[(0, 1), (1, 2), (3, 4)]),

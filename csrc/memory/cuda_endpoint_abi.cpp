@@ -13,9 +13,9 @@ namespace {
 
 // Two types that a call passes alike: pointers, or integers and enumerations of one size.
 template <class A, class B>
-constexpr bool kPassedAlike = sizeof(A) == sizeof(B) && std::is_pointer_v<A> == std::is_pointer_v<B> &&
-                              !std::is_class_v<A> && !std::is_class_v<B> && !std::is_floating_point_v<A> &&
-                              !std::is_floating_point_v<B>;
+constexpr bool kPassedAlike =
+    sizeof(A) == sizeof(B) && std::is_pointer_v<A> == std::is_pointer_v<B> && !std::is_class_v<A> &&
+    !std::is_class_v<B> && !std::is_floating_point_v<A> && !std::is_floating_point_v<B>;
 
 // What a pointer points to has one size too, and what is read only is so in both.
 template <class A, class B>
@@ -37,8 +37,8 @@ constexpr bool kSameCall<R (*)(A...), S (*)(B...)> =
 MOE_EP_ENDPOINT_CALLS(MOE_EP_COMPARE)
 
 #define MOE_EP_SAME_SIZE(ours, theirs) static_assert(sizeof(ours) == sizeof(theirs) && alignof(ours) == alignof(theirs))
-#define MOE_EP_SAME_PLACE(ours, member, theirs, their_member)       \
-  static_assert(offsetof(ours, member) == offsetof(theirs, their_member) && \
+#define MOE_EP_SAME_PLACE(ours, member, theirs, their_member)                                                          \
+  static_assert(offsetof(ours, member) == offsetof(theirs, their_member) &&                                            \
                 sizeof(ours::member) == sizeof(theirs::their_member))
 MOE_EP_SAME_SIZE(Properties, CUlogicalEndpointProp);
 MOE_EP_SAME_PLACE(Properties, type, CUlogicalEndpointProp, type);
@@ -55,8 +55,7 @@ static_assert(kCapabilityMajor == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
 static_assert(kCapabilityMinor == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
 static_assert(kUnicastSupported == CU_DEVICE_ATTRIBUTE_LOGICAL_ENDPOINT_UNICAST_SUPPORTED);
 static_assert(kCountedOpsSupported == CU_DEVICE_ATTRIBUTE_LOGICAL_ENDPOINT_COUNTED_OPS_SUPPORTED);
-static_assert(kOwnerAccessSupported ==
-              CU_DEVICE_ATTRIBUTE_LOGICAL_ENDPOINT_UNICAST_ACCESS_ON_OWNER_DEVICE_SUPPORTED);
+static_assert(kOwnerAccessSupported == CU_DEVICE_ATTRIBUTE_LOGICAL_ENDPOINT_UNICAST_ACCESS_ON_OWNER_DEVICE_SUPPORTED);
 static_assert(kSupportedHandleTypes == CU_DEVICE_ATTRIBUTE_LOGICAL_ENDPOINT_SUPPORTED_HANDLE_TYPES);
 static_assert(kUnicast == CU_LOGICAL_ENDPOINT_TYPE_UNICAST);
 static_assert(kFabric == CU_LOGICAL_ENDPOINT_IPC_HANDLE_TYPE_FABRIC);

@@ -117,7 +117,7 @@ Driver Driver::load(const Lookup& lookup) {
 }
 
 const char* Driver::missing() const {
-#define MOE_EP_FIND(name, parameters) \
+#define MOE_EP_FIND(name, parameters)                                                                                  \
   if (this->name == nullptr) return #name;
   MOE_EP_ENDPOINT_CALLS(MOE_EP_FIND)
 #undef MOE_EP_FIND

@@ -47,24 +47,24 @@ struct Clique {
 };
 
 // X(name, parameters) for every call; all return a CUresult.
-#define MOE_EP_ENDPOINT_CALLS(X)                                                                               \
-  X(cuInit, (uint32_t flags))                                                                                  \
-  X(cuDriverGetVersion, (int32_t * version))                                                                   \
-  X(cuDeviceGet, (int32_t * device, int32_t ordinal))                                                          \
-  X(cuDeviceGetAttribute, (int32_t * value, int32_t attribute, int32_t device))                                \
-  X(cuGetErrorName, (int32_t result, const char** name))                                                       \
-  X(cuDeviceGetCliqueCount, (uint64_t * count, int32_t device))                                                \
-  X(cuDeviceGetCliqueInfo, (Clique * cliques, uint64_t* count, int32_t device))                                \
-  X(cuLogicalEndpointIdReserve, (uint32_t * base, uint32_t count))                                             \
-  X(cuLogicalEndpointIdRelease, (uint32_t base, uint32_t count))                                               \
-  X(cuLogicalEndpointGetLimits, (uint64_t * alignment, uint64_t* most_bytes, const Properties* properties))    \
-  X(cuLogicalEndpointCreate, (uint32_t id, const Properties* properties))                                      \
-  X(cuLogicalEndpointDestroy, (uint32_t id))                                                                   \
-  X(cuLogicalEndpointQuery, (uint32_t id, uint32_t count, int32_t* ready))                                     \
-  X(cuLogicalEndpointBindMem, (uint32_t id, int32_t device, uint64_t offset, uint64_t physical,                \
-                               uint64_t physical_offset, uint64_t bytes, unsigned long long flags))            \
-  X(cuLogicalEndpointUnbind, (uint32_t id, int32_t device, uint64_t offset, uint64_t bytes))                   \
-  X(cuLogicalEndpointExport, (void* handle, uint32_t id, int32_t handle_type))                                 \
+#define MOE_EP_ENDPOINT_CALLS(X)                                                                                       \
+  X(cuInit, (uint32_t flags))                                                                                          \
+  X(cuDriverGetVersion, (int32_t* version))                                                                            \
+  X(cuDeviceGet, (int32_t* device, int32_t ordinal))                                                                   \
+  X(cuDeviceGetAttribute, (int32_t* value, int32_t attribute, int32_t device))                                         \
+  X(cuGetErrorName, (int32_t result, const char** name))                                                               \
+  X(cuDeviceGetCliqueCount, (uint64_t* count, int32_t device))                                                         \
+  X(cuDeviceGetCliqueInfo, (Clique * cliques, uint64_t* count, int32_t device))                                        \
+  X(cuLogicalEndpointIdReserve, (uint32_t* base, uint32_t count))                                                      \
+  X(cuLogicalEndpointIdRelease, (uint32_t base, uint32_t count))                                                       \
+  X(cuLogicalEndpointGetLimits, (uint64_t* alignment, uint64_t* most_bytes, const Properties* properties))             \
+  X(cuLogicalEndpointCreate, (uint32_t id, const Properties* properties))                                              \
+  X(cuLogicalEndpointDestroy, (uint32_t id))                                                                           \
+  X(cuLogicalEndpointQuery, (uint32_t id, uint32_t count, int32_t* ready))                                             \
+  X(cuLogicalEndpointBindMem, (uint32_t id, int32_t device, uint64_t offset, uint64_t physical,                        \
+                               uint64_t physical_offset, uint64_t bytes, unsigned long long flags))                    \
+  X(cuLogicalEndpointUnbind, (uint32_t id, int32_t device, uint64_t offset, uint64_t bytes))                           \
+  X(cuLogicalEndpointExport, (void* handle, uint32_t id, int32_t handle_type))                                         \
   X(cuLogicalEndpointImport, (uint32_t id, const void* handle, int32_t handle_type))
 
 // The address of a call of the driver by its name in cuda.h, null where the driver does not export it.

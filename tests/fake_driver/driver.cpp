@@ -39,9 +39,9 @@ struct Memory {
 
 struct Driver {
   std::map<std::string, int64_t> knobs{
-      {"version", 13040}, {"devices", 8},        {"major", 10},       {"minor", 0},      {"unicast", 1},
-      {"counted", 1},     {"owner_access", 1},   {"handle_types", 1}, {"alignment", 2 << 20},
-      {"max_size", 1ll << 40}, {"queries", 0},   {"never_ready", 0},  {"deinitialized", 0},
+      {"version", 13040}, {"devices", 8},      {"major", 10},        {"minor", 0},           {"unicast", 1},
+      {"counted", 1},     {"owner_access", 1}, {"handle_types", 1},  {"alignment", 2 << 20}, {"max_size", 1ll << 40},
+      {"queries", 0},     {"never_ready", 0},  {"deinitialized", 0},
   };
   std::vector<std::pair<int, uint32_t>> cliques;
   std::map<uint32_t, Id> ids;
@@ -187,7 +187,7 @@ int cuDeviceGet(int* device, int ordinal) {
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
   if (const int result = begin("cuDeviceGetAttribute", list(attribute, device))) return result;
   if (!is_device(device)) return kInvalidDevice;
-  const std::map<int, const char*> names{{75, "major"},   {76, "minor"},         {153, "unicast"},
+  const std::map<int, const char*> names{{75, "major"},    {76, "minor"},         {153, "unicast"},
                                          {155, "counted"}, {156, "owner_access"}, {158, "handle_types"}};
   if (names.count(attribute) == 0) return reject("an attribute that nobody needs");
   if (attribute >= 153 && d().knobs["version"] < 13040) return kInvalidValue;
@@ -195,11 +195,14 @@ int cuDeviceGetAttribute(int* value, int attribute, int device) {
   return kSuccess;
 }
 int cuGetErrorName(int result, const char** name) {
-  const std::map<int, const char*> names{
-      {kInvalidValue, "CUDA_ERROR_INVALID_VALUE"},      {kOutOfMemory, "CUDA_ERROR_OUT_OF_MEMORY"},
-      {kDeinitialized, "CUDA_ERROR_DEINITIALIZED"},     {kInvalidDevice, "CUDA_ERROR_INVALID_DEVICE"},
-      {401, "CUDA_ERROR_ILLEGAL_STATE"},                {800, "CUDA_ERROR_NOT_PERMITTED"},
-      {801, "CUDA_ERROR_NOT_SUPPORTED"},                {802, "CUDA_ERROR_SYSTEM_NOT_READY"}};
+  const std::map<int, const char*> names{{kInvalidValue, "CUDA_ERROR_INVALID_VALUE"},
+                                         {kOutOfMemory, "CUDA_ERROR_OUT_OF_MEMORY"},
+                                         {kDeinitialized, "CUDA_ERROR_DEINITIALIZED"},
+                                         {kInvalidDevice, "CUDA_ERROR_INVALID_DEVICE"},
+                                         {401, "CUDA_ERROR_ILLEGAL_STATE"},
+                                         {800, "CUDA_ERROR_NOT_PERMITTED"},
+                                         {801, "CUDA_ERROR_NOT_SUPPORTED"},
+                                         {802, "CUDA_ERROR_SYSTEM_NOT_READY"}};
   const auto it = names.find(result);
   *name = it == names.end() ? nullptr : it->second;
   return it == names.end() ? kInvalidValue : kSuccess;
@@ -236,14 +239,16 @@ int cuLogicalEndpointIdRelease(uint32_t base, uint32_t count) {
   return kSuccess;
 }
 int cuLogicalEndpointGetLimits(uint64_t* alignment, uint64_t* max_size, const Prop* prop) {
-  if (const int result = begin("cuLogicalEndpointGetLimits", list(prop->device, prop->size, prop->flags))) return result;
+  if (const int result = begin("cuLogicalEndpointGetLimits", list(prop->device, prop->size, prop->flags)))
+    return result;
   if (const int result = check(prop)) return result;
   *alignment = static_cast<uint64_t>(d().knobs["alignment"]);
   *max_size = static_cast<uint64_t>(d().knobs["max_size"]);
   return kSuccess;
 }
 int cuLogicalEndpointCreate(uint32_t id, const Prop* prop) {
-  if (const int result = begin("cuLogicalEndpointCreate", list(id, prop->device, prop->size, prop->flags))) return result;
+  if (const int result = begin("cuLogicalEndpointCreate", list(id, prop->device, prop->size, prop->flags)))
+    return result;
   if (const int result = check(prop)) return result;
   if (!aligned(prop->size)) return reject("the size is no multiple of the alignment");
   if (prop->size > static_cast<uint64_t>(d().knobs["max_size"])) return reject("the size is above the maximum");
@@ -279,8 +284,8 @@ int cuLogicalEndpointQuery(uint32_t id, uint32_t count, int* ready) {
   }
   return kSuccess;
 }
-int cuLogicalEndpointBindMem(uint32_t id, int device, uint64_t offset, unsigned long long memory, uint64_t memory_offset,
-                             uint64_t bytes, unsigned long long flags) {
+int cuLogicalEndpointBindMem(uint32_t id, int device, uint64_t offset, unsigned long long memory,
+                             uint64_t memory_offset, uint64_t bytes, unsigned long long flags) {
   if (const int result =
           begin("cuLogicalEndpointBindMem", list(id, device, offset, memory, memory_offset, bytes, flags))) {
     return result;
