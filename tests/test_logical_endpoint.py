@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from fake_driver import (
     cuda_include,
 )
 
-from torch_moe_ep import _C, MoEEpCommParams, NVLinkOneSidedConfig
+from torch_moe_ep import _C, OP_LIBRARY, MoEEpCommParams, NVLinkOneSidedConfig
 from torch_moe_ep.nvlink_one_sided import Reach, counted_refusals, reach_of_counted_writes, refusals
 
 HERE = Path(__file__).resolve().parent
@@ -71,7 +72,7 @@ def harness(loaded: tuple[FakeDriver, Harness], driver: FakeDriver) -> Harness:
 class Group:
     """The ranks of one process, each with memory of its own."""
 
-    def __init__(self, harness: Harness, world: int, **options: int) -> None:
+    def __init__(self, harness: Harness, world: int, **options: Any) -> None:
         self.harness, self.driver = harness, harness.driver
         self.memories = [self.driver.create_memory(ALIGNMENT) for _ in range(world)]
         self.ranks: list[Endpoints] = []
@@ -173,6 +174,11 @@ def test_the_probe_of_this_machine() -> None:
     assert found.keys() == {"reason", "clique", "owner_access"}
     assert isinstance(found["reason"], str) and isinstance(found["clique"], int)
     assert isinstance(found["owner_access"], bool)
+
+
+def test_the_library_does_not_need_a_driver_to_load() -> None:
+    dynamic = subprocess.run(["readelf", "-d", OP_LIBRARY], capture_output=True, text=True, check=True).stdout
+    assert "libtorch_cpu.so" in dynamic and "libcuda.so" not in dynamic
 
 
 # The life of the endpoints.
@@ -469,7 +475,11 @@ def test_suspend_says_what_failed_and_gives_back_the_rest(driver: FakeDriver, ha
         group.ranks[0].suspend()
     assert str(caught.value) == f"cuLogicalEndpointUnbind failed: CUDA_ERROR_SYSTEM_NOT_READY (802){DAEMONS}"
     assert driver.held[0] == "id 1003 import"  # nothing of rank 0 is left
+    driver.set(deinitialized=1)
+    with pytest.raises(EndpointError, match=r"^cuLogicalEndpointUnbind failed: CUDA_ERROR_DEINITIALIZED \(4\)$"):
+        group.ranks[1].suspend()  # the first of its failures
     group.close()
+    driver.reset()
 
 
 def test_a_failed_resume_can_be_tried_again(driver: FakeDriver, harness: Harness) -> None:
