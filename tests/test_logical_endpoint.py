@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from fake_driver import (
     cuda_include,
 )
 
-from torch_moe_ep import _C, MoEEpCommParams, NVLinkOneSidedConfig
+from torch_moe_ep import _C, OP_LIBRARY, MoEEpCommParams, NVLinkOneSidedConfig
 from torch_moe_ep.nvlink_one_sided import Reach, counted_refusals, reach_of_counted_writes, refusals
 
 HERE = Path(__file__).resolve().parent
@@ -71,7 +72,7 @@ def harness(loaded: tuple[FakeDriver, Harness], driver: FakeDriver) -> Harness:
 class Group:
     """The ranks of one process, each with memory of its own."""
 
-    def __init__(self, harness: Harness, world: int, **options: int) -> None:
+    def __init__(self, harness: Harness, world: int, **options: Any) -> None:
         self.harness, self.driver = harness, harness.driver
         self.memories = [self.driver.create_memory(ALIGNMENT) for _ in range(world)]
         self.ranks: list[Endpoints] = []
@@ -173,6 +174,11 @@ def test_the_probe_of_this_machine() -> None:
     assert found.keys() == {"reason", "clique", "owner_access"}
     assert isinstance(found["reason"], str) and isinstance(found["clique"], int)
     assert isinstance(found["owner_access"], bool)
+
+
+def test_the_library_does_not_need_a_driver_to_load() -> None:
+    dynamic = subprocess.run(["readelf", "-d", OP_LIBRARY], capture_output=True, text=True, check=True).stdout
+    assert "libtorch_cpu.so" in dynamic and "libcuda.so" not in dynamic
 
 
 # The life of the endpoints.
@@ -469,7 +475,11 @@ def test_suspend_says_what_failed_and_gives_back_the_rest(driver: FakeDriver, ha
         group.ranks[0].suspend()
     assert str(caught.value) == f"cuLogicalEndpointUnbind failed: CUDA_ERROR_SYSTEM_NOT_READY (802){DAEMONS}"
     assert driver.held[0] == "id 1003 import"  # nothing of rank 0 is left
+    driver.set(deinitialized=1)
+    with pytest.raises(EndpointError, match=r"^cuLogicalEndpointUnbind failed: CUDA_ERROR_DEINITIALIZED \(4\)$"):
+        group.ranks[1].suspend()  # the first of its failures
     group.close()
+    driver.reset()
 
 
 def test_a_failed_resume_can_be_tried_again(driver: FakeDriver, harness: Harness) -> None:
@@ -646,6 +656,26 @@ def test_every_call_of_a_window_may_fail(driver: FakeDriver, harness: Harness, w
     everything = {name for name in CALLS if "LogicalEndpoint" in name} | {"cuMemCreate", "cuMemMap", "cuMemSetAccess"}
     assert everything <= failed
     driver.reset()
+
+
+def test_a_failed_resume_of_a_window_can_be_tried_again(driver: FakeDriver, windows: Windows) -> None:
+    window = Window(windows, ALIGNMENT, ep_size=1)
+    window.connect([window.handle()])
+    window.suspend()
+    suspended = driver.held, driver.mapped
+    before = len(driver.log)
+    window.resume()
+    calls = len(driver.log) - before
+    window.suspend()
+    for n in range(1, calls + 1):
+        driver.fail_at(n, OUT_OF_MEMORY)
+        with pytest.raises(EndpointError, match="CUDA_ERROR_OUT_OF_MEMORY"):
+            window.resume()
+        assert (driver.held, driver.mapped) == suspended
+    window.resume()
+    window.connect([window.handle()])
+    assert len(window.endpoints()) == 1
+    window.close()
 
 
 def test_a_window_whose_memory_cannot_be_unbound_keeps_it(
