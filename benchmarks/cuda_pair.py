@@ -68,14 +68,17 @@ class Ranks:
     def __init__(self, w: int, t: int, args: argparse.Namespace) -> None:
         self.w, self.t, self.hidden = w, t, args.hidden
         params = MoEEpCommParams(args.experts, args.top_k, t, args.hidden)
-        lamport = args.transport == "lamport" and w > 1
+        lamport, counted = (args.transport == name and w > 1 for name in ("lamport", "emulated"))
         config = NVLinkOneSidedConfig(
-            enable_pdl=args.pdl != 0, lamport=lamport, lamport_max_tokens=t if lamport else None
+            enable_pdl=args.pdl != 0, lamport=lamport, lamport_max_tokens=t if lamport else None, cft=counted
         )
         sms = torch.cuda.get_device_properties(0).multi_processor_count
         # Nothing but these ranks runs, so they may share all SMs.
-        self.group = create_local_group(w, params, config, num_sms=None if w == 1 else args.num_sms or sms // w)
-        assert self.group[0].lamport_enabled == lamport  # type: ignore[attr-defined]
+        self.group = create_local_group(
+            w, params, config, num_sms=None if w == 1 else args.num_sms or sms // w, _emulate_cft=counted
+        )
+        enabled = self.group[0].lamport_enabled, self.group[0].cft_enabled  # type: ignore[attr-defined]
+        assert enabled == (lamport, counted)
         if args.plan:
             for g in self.group:
                 torch_moe_ep._C.force_plan(g.comm, *map(int, args.plan.split("x")))
@@ -154,7 +157,8 @@ def main() -> None:
     options.add_argument("--replays", type=int, default=20)
     options.add_argument("--pdl", type=int, default=1)
     options.add_argument("--plan", default="")
-    options.add_argument("--transport", choices=("fence", "lamport"), default="fence")
+    options.add_argument("--transport", choices=("fence", "lamport", "emulated"), default="fence",
+                         help="emulated: counted writes by stores")
     options.add_argument("--num-sms", type=int, default=0, help="of a rank; 0: an equal share of all")
     options.add_argument("--parts", default="dc,d,c", help="also time dispatch (d) and combine (c) alone, chained")
     args = options.parse_args()

@@ -45,19 +45,20 @@ class DeviceLamport : public DeviceRound<MASK> {
   // Before anything is put: a peer that may have been masked has completed round n - 2.
   __device__ void await_reuse() {
     Base::delay(DelayPoint::kBeforePut);
-    if (!MASK) return;
-    for (int32_t p = static_cast<int32_t>(threadIdx.x); p < comm_.ep_size; p += static_cast<int32_t>(blockDim.x)) {
-      if (!is_peer(p)) continue;
-      if (blockIdx.x == 0) {
-        fence_sys();
-        store_relaxed_sys(window(p).done(comm_.offsets, comm_.rank), round_ - 1);
+    if constexpr (MASK) {
+      for (int32_t p = static_cast<int32_t>(threadIdx.x); p < comm_.ep_size; p += static_cast<int32_t>(blockDim.x)) {
+        if (!is_peer(p)) continue;
+        if (blockIdx.x == 0) {
+          fence_sys();
+          store_relaxed_sys(window(p).done(comm_.offsets, comm_.rank), round_ - 1);
+        }
+        if (round_ <= 2) continue;
+        const uint64_t* word = own().done(comm_.offsets, p);
+        Base::poll(
+            round_, p, PostMortem::kNoDone, [&] { return load_acquire_sys(word) >= round_ - 2; }, [] { return false; });
       }
-      if (round_ <= 2) continue;
-      const uint64_t* word = own().done(comm_.offsets, p);
-      Base::poll(
-          round_, p, PostMortem::kNoDone, [&] { return load_acquire_sys(word) >= round_ - 2; }, [] { return false; });
+      __syncthreads();
     }
-    __syncthreads();
   }
 
   // Step 1, by block 0: a thread per peer.
