@@ -20,7 +20,8 @@
       const std::optional<at::Tensor>&eplb_local_stats, const std::optional<at::Tensor>&active_rank_mask,              \
       int64_t timeout_sec, std::string comm
 #define MOE_EP_DISPATCH_ARGS MOE_EP_DISPATCH_TENSORS, MOE_EP_DISPATCH_OPTIONS
-#define MOE_EP_DISPATCH_WAIT_ARGS MOE_EP_DISPATCH_TENSORS, const at::Tensor &pending, MOE_EP_DISPATCH_OPTIONS
+#define MOE_EP_DISPATCH_WAIT_ARGS                                                                                      \
+  MOE_EP_DISPATCH_TENSORS, const at::Tensor &pending, const std::optional<at::Tensor>&after, MOE_EP_DISPATCH_OPTIONS
 #define MOE_EP_DISPATCH_INPUTS(op)                                                                                     \
   moe_ep::meta::DispatchInputs {                                                                                       \
     op, hidden_states, topk_ids, topk_weights, hidden_states_scale, order, tokens_per_rank, num_experts, ep_size,      \
@@ -31,7 +32,8 @@
       int64_t timeout_sec, std::string comm
 #define MOE_EP_COMBINE_ARGS const at::Tensor &expert_output, const at::Tensor &routing, MOE_EP_COMBINE_OPTIONS
 #define MOE_EP_COMBINE_WAIT_ARGS                                                                                       \
-  const at::Tensor &expert_output, const at::Tensor &routing, const at::Tensor &pending, MOE_EP_COMBINE_OPTIONS
+  const at::Tensor &expert_output, const at::Tensor &routing, const at::Tensor &pending,                               \
+      const std::optional<at::Tensor>&after, MOE_EP_COMBINE_OPTIONS
 #define MOE_EP_COMBINE_INPUTS(op)                                                                                      \
   moe_ep::meta::CombineInputs {                                                                                        \
     op, expert_output, routing, order, num_tokens, ep_size, active_rank_mask, timeout_sec, comm                        \

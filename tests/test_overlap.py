@@ -262,10 +262,12 @@ class Calls:
         out = torch.empty_like(rows[: len(inputs.topk_ids)])
         self.combine_out = lambda: torch_moe_ep.combine(*combine_args, **combine_options, out=out)
         comm = {"comm": group.comm, "ep_size": group.ep_size}
-        self.combine_wait = lambda token: ops.combine_wait(rows, step.routing, token, group.order, **combine_options,
-                                                           **comm)
-        self.dispatch_wait = lambda token: ops.dispatch_wait(*args[1:], None, token, group.order, **options,
-                                                             num_experts=group.params.num_experts, **comm)
+        self.combine_wait = lambda token: ops.combine_wait(
+            rows, step.routing, token, None, group.order, **combine_options, **comm
+        )
+        self.dispatch_wait = lambda token: ops.dispatch_wait(
+            *args[1:], None, token, None, group.order, **options, num_experts=group.params.num_experts, **comm
+        )
 
 
 def run_misuse(rank: Rank) -> None:
@@ -351,14 +353,14 @@ def test_bad_pending_tensors(device: str) -> None:
     ):
         for where in (lambda t: t, to_meta):
             with pytest.raises(kind, match="^dispatch_wait: " + text):
-                ops.dispatch_wait(*where(args[:4]), where(spoilt), where(args[4]), **options)
+                ops.dispatch_wait(*where(args[:4]), where(spoilt), None, where(args[4]), **options)
     with pytest.raises(ValueError, match="^dispatch_start: topk_ids: expected"):
         ops.dispatch_start(args[0], args[1][:1], *args[2:], **options)
     with pytest.raises(ValueError, match="^dispatch_start: tokens_per_rank: communicator .* has room for"):
         ops.dispatch_start(*args, **options | {"tokens_per_rank": CAPACITY + 1})
     with pytest.raises(ValueError, match="^dispatch_wait: communicator '.*' has ep_size 1"):
-        ops.dispatch_wait(*args[:4], pending, args[4], **options | {"ep_size": 2})
-    ops.dispatch_wait(*args[:4], pending, args[4], **options)
+        ops.dispatch_wait(*args[:4], pending, None, args[4], **options | {"ep_size": 2})
+    ops.dispatch_wait(*args[:4], pending, None, args[4], **options)
     group.destroy()
 
 
@@ -432,14 +434,14 @@ def run_second_thread(rank: Rank) -> str:
     text = ""
     if rank.rank == 1:
         dist.barrier()
-        torch_moe_ep.dispatch_wait(calls.dispatch_start())
+        torch_moe_ep.combine_wait(calls.combine_start())
     else:
-        pending = calls.dispatch_start()
-        waiting = threading.Thread(target=torch_moe_ep.dispatch_wait, args=(pending,))
+        pending = calls.combine_start()
+        waiting = threading.Thread(target=torch_moe_ep.combine_wait, args=(pending,))
         waiting.start()
         time.sleep(1)
         with pytest.raises(ValueError) as error:
-            torch_moe_ep.dispatch_wait(pending)
+            torch_moe_ep.combine_wait(pending)
         text = str(error.value)
         dist.barrier()
         waiting.join()
@@ -450,7 +452,7 @@ def run_second_thread(rank: Rank) -> str:
 def test_a_second_thread_is_refused() -> None:
     with RankPool(2) as pool:
         text = pool.run(run_second_thread)[0]
-    assert re.match("dispatch_wait: communicator '.*' is in use by another thread", text)
+    assert re.match("combine_wait: communicator '.*' is in use by another thread", text)
 
 
 # --- What PyTorch knows of the ops ----------------------------------------------------------------------------------
@@ -465,10 +467,10 @@ def test_meta_and_schema(device: str, name: str) -> None:
     one = ops.dispatch(*args, **options)
     with SchemaCheckMode():
         pending = ops.dispatch_start(*args, **options)
-        two = ops.dispatch_wait(*args[:4], pending, args[4], **options)
+        two = ops.dispatch_wait(*args[:4], pending, None, args[4], **options)
         combine_args, combine_options = combine_arguments(args, options, two[5])
         combining = ops.combine_start(*combine_args, **combine_options)
-        out = ops.combine_wait(*combine_args[:2], combining, combine_args[2], **combine_options)
+        out = ops.combine_wait(*combine_args[:2], combining, None, combine_args[2], **combine_options)
     equal_by_contract(two, one)
     assert layout(two) == layout(one) and pending.dtype == torch.int64 and pending.shape == (1,)
     assert (int(pending), int(two[5].flatten()[0]), int(combining)) == (2, 2, 3)
@@ -476,11 +478,11 @@ def test_meta_and_schema(device: str, name: str) -> None:
     meta, nobody = to_meta(args), to_meta(options) | {"comm": "nobody"}
     meta_pending = ops.dispatch_start(*meta, **nobody)
     assert layout(meta_pending) == layout(pending)
-    assert layout(ops.dispatch_wait(*meta[:4], meta_pending, meta[4], **nobody)) == layout(two)
+    assert layout(ops.dispatch_wait(*meta[:4], meta_pending, None, meta[4], **nobody)) == layout(two)
     meta, nobody = to_meta(combine_args), combine_options | {"comm": "nobody"}
     meta_pending = ops.combine_start(*meta, **nobody)
     assert layout(meta_pending) == layout(combining)
-    assert layout(ops.combine_wait(*meta[:2], meta_pending, meta[2], **nobody)) == layout(out)
+    assert layout(ops.combine_wait(*meta[:2], meta_pending, None, meta[2], **nobody)) == layout(out)
     group.destroy()
 
 
@@ -509,7 +511,7 @@ def step_of_model(
     else:
         pending = torch_moe_ep.dispatch_start(group, x, ids, weights)
         extra = torch.tanh(x @ shared)
-        rows = torch_moe_ep.dispatch_wait(pending)
+        rows = torch_moe_ep.dispatch_wait(pending, extra)
     holds = (rows.topk_ids >= 0).any(1, keepdim=True)
     assert rows.topk_weights is not None
     y = torch.where(holds, rows.hidden_states, 0) @ w * torch.where(holds, rows.topk_weights, 0).sum(1, keepdim=True)
@@ -518,7 +520,7 @@ def step_of_model(
     else:
         combining = torch_moe_ep.combine_start(group, y, rows.routing, num_tokens=x.shape[0])
         extra = extra * 2
-        out = torch_moe_ep.combine_wait(combining)
+        out = torch_moe_ep.combine_wait(combining, extra)
     return out + (extra if phases == 2 else extra * 2)
 
 

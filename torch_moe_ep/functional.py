@@ -99,11 +99,13 @@ def dispatch_start(
     return PendingDispatch(_start_dispatch(args), args)
 
 
-def dispatch_wait(pending: PendingDispatch) -> Dispatched:
+def dispatch_wait(pending: PendingDispatch, after: torch.Tensor | None = None) -> Dispatched:
     """The second half of :func:`dispatch`: awaits the peers and takes the rows. timeout_sec begins here.
 
     Args:
         pending: what :func:`dispatch_start` returned.
+        after: what was computed meanwhile. Not read; a compiler is free to move what nothing ties to this place, as
+            Inductor does, and computes this before the wait. (Not with the backend torch_distributed.)
 
     Returns:
         What :func:`dispatch` returns; gradients flow alike, their backward is a one-phase :func:`combine`.
@@ -114,7 +116,7 @@ def dispatch_wait(pending: PendingDispatch) -> Dispatched:
     """
     if not isinstance(pending, PendingDispatch):
         raise TypeError(f"dispatch_wait: pending: expected what dispatch_start returned, got {type(pending).__name__}")
-    return _differentiable_dispatch(pending.args, pending.token)
+    return _differentiable_dispatch(pending.args, _Waiting(pending.token, _detached(after)))
 
 
 def combine(
@@ -162,7 +164,7 @@ def combine(
         )
         return out
     if torch.is_grad_enabled() and expert_output.requires_grad:
-        return _Combine.apply(expert_output, routing, group.order, num_tokens, active_rank_mask, options, None)
+        return _Combine.apply(expert_output, routing, group.order, num_tokens, active_rank_mask, options, None, None)
     return _combine(expert_output, routing, group.order, num_tokens, active_rank_mask, options)
 
 
@@ -182,19 +184,20 @@ def combine_start(
     return PendingCombine(_start_combine(args), args)
 
 
-def combine_wait(pending: PendingCombine) -> torch.Tensor:
+def combine_wait(pending: PendingCombine, after: torch.Tensor | None = None) -> torch.Tensor:
     """The second half of :func:`combine`: awaits the peers and sums. Returns what :func:`combine` returns; its backward
     is a one-phase :func:`dispatch`. Errors are those of :func:`dispatch_wait`.
 
     Args:
         pending: what :func:`combine_start` returned.
+        after: as for :func:`dispatch_wait`.
     """
     if not isinstance(pending, PendingCombine):
         raise TypeError(f"combine_wait: pending: expected what combine_start returned, got {type(pending).__name__}")
     args = pending.args
     if torch.is_grad_enabled() and args.expert_output.requires_grad:
-        return _Combine.apply(*args, pending.token)
-    return _combine(*args, pending.token)
+        return _Combine.apply(*args, pending.token, _detached(after))
+    return _combine(*args, _Waiting(pending.token, _detached(after)))
 
 
 def _traceable(active_rank_mask: torch.Tensor | None) -> torch.Tensor | None:
@@ -258,6 +261,13 @@ class PendingCombine(NamedTuple):
     args: _Combining
 
 
+class _Waiting(NamedTuple):
+    """What a wait takes beside the arguments of its start."""
+
+    token: torch.Tensor
+    after: torch.Tensor | None
+
+
 def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return tensor.detach() if tensor is not None and tensor.requires_grad else tensor
 
@@ -296,13 +306,13 @@ def _start_combine(args: _Combining) -> torch.Tensor:
     )
 
 
-def _differentiable_dispatch(args: _Dispatching, token: torch.Tensor | None) -> Dispatched:
-    """``token``: of a start; None dispatches in one op."""
+def _differentiable_dispatch(args: _Dispatching, waiting: _Waiting | None) -> Dispatched:
+    """``waiting``: for a start; None dispatches in one op."""
     weights = args.topk_weights
     if torch.is_grad_enabled() and (args.hidden_states.requires_grad or weights is not None and weights.requires_grad):
-        out = _Dispatch.apply(*args, token)
+        out = _Dispatch.apply(*args, *(waiting or (None, None)))
     else:
-        out = _dispatch(*args, token)
+        out = _dispatch(*args, waiting)
     hidden, ids, weights, scale, stats, routing = out
     return Dispatched(
         hidden,
@@ -323,7 +333,7 @@ def _dispatch(
     eplb_local_stats: torch.Tensor | None,
     active_rank_mask: torch.Tensor | None,
     options: _Options,
-    token: torch.Tensor | None = None,
+    waiting: _Waiting | None = None,
 ) -> tuple[torch.Tensor, ...]:
     through = collectives.find_collective(options.comm)
     if through is not None:
@@ -339,15 +349,15 @@ def _dispatch(
             num_experts=options.num_experts,
             ep_size=options.ep_size,
             invalid_expert_id=options.invalid_expert_id,
-            received=token,
+            received=waiting and waiting.token,
         )
-    op, pending = (torch.ops.moe_ep.dispatch, ()) if token is None else (torch.ops.moe_ep.dispatch_wait, (token,))
+    op = torch.ops.moe_ep.dispatch if waiting is None else torch.ops.moe_ep.dispatch_wait
     return op(
         hidden_states,
         topk_ids,
         topk_weights,
         hidden_states_scale,
-        *pending,
+        *(waiting or ()),
         order,
         tokens_per_rank=options.tokens_per_rank,
         num_experts=options.num_experts,
@@ -367,19 +377,19 @@ def _combine(
     num_tokens: int,
     active_rank_mask: torch.Tensor | None,
     options: _Options,
-    token: torch.Tensor | None = None,
+    waiting: _Waiting | None = None,
 ) -> torch.Tensor:
     through = collectives.find_collective(options.comm)
     if through is not None:
         return collectives.combine(
             through, expert_output, routing, active_rank_mask, num_tokens=num_tokens, ep_size=options.ep_size,
-            received=token,
+            received=waiting and waiting.token,
         )
-    op, pending = (torch.ops.moe_ep.combine, ()) if token is None else (torch.ops.moe_ep.combine_wait, (token,))
+    op = torch.ops.moe_ep.combine if waiting is None else torch.ops.moe_ep.combine_wait
     return op(
         expert_output,
         routing,
-        *pending,
+        *(waiting or ()),
         order,
         num_tokens=num_tokens,
         ep_size=options.ep_size,
@@ -394,9 +404,10 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_states, topk_ids, topk_weights, hidden_states_scale, order, eplb_local_stats,  # type: ignore[no-untyped-def]
-                active_rank_mask, options, token):
+                active_rank_mask, options, token, after):
+        waiting = None if token is None else _Waiting(token, after)
         out = _dispatch(hidden_states, topk_ids, topk_weights, hidden_states_scale, order, eplb_local_stats,
-                        active_rank_mask, options, token)
+                        active_rank_mask, options, waiting)
         hidden, ids, weights, scale, stats, routing = out
         # Quantized rows, or rows of a frozen model, want no gradient where only the weights do; theirs would be wasted,
         # and in FP8 there is none.
@@ -416,17 +427,18 @@ class _Dispatch(torch.autograd.Function):
         ).unflatten(1, grad.shape[1:])
         grad_hidden = home(grad_hidden) if ctx.needs_input_grad[0] else None
         grad_weights = home(grad_weights) if ctx.has_weights and ctx.needs_input_grad[2] else None
-        return grad_hidden, None, grad_weights, None, None, None, None, None, None
+        return grad_hidden, None, grad_weights, *(None,) * 7
 
 
 class _Combine(torch.autograd.Function):
     """Its backward is a dispatch: every copy of a token gets the token's gradient, empty rows get zeros."""
 
     @staticmethod
-    def forward(ctx, expert_output, routing, order, num_tokens, active_rank_mask, options, token):  # type: ignore[no-untyped-def]
+    def forward(ctx, expert_output, routing, order, num_tokens, active_rank_mask, options, token, after):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(routing, order)
         ctx.active_rank_mask, ctx.options = active_rank_mask, options
-        return _combine(expert_output, routing, order, num_tokens, active_rank_mask, options, token)
+        waiting = None if token is None else _Waiting(token, after)
+        return _combine(expert_output, routing, order, num_tokens, active_rank_mask, options, waiting)
 
     @staticmethod
     @once_differentiable
@@ -439,4 +451,4 @@ class _Combine(torch.autograd.Function):
         options = ctx.options._replace(tokens_per_rank=routing.shape[1], num_experts=w)
         rows = _dispatch(grad_output, targets, None, None, order, None, ctx.active_rank_mask, options)[0]
         holds_token = routing[1 : 1 + w].reshape(-1, 1) >= 0
-        return torch.where(holds_token, rows, 0), None, None, None, None, None, None
+        return torch.where(holds_token, rows, 0), *(None,) * 7

@@ -187,7 +187,7 @@ class MoEEpLayer(nn.Module):
                 self, values, tensors.topk_ids, sent_weights, hidden_states_scale=scale, tokens_per_rank=r
             )
             shared = self._shared(x)
-            got = functional.dispatch_wait(pending)
+            got = functional.dispatch_wait(pending, shared)
         else:
             got = functional.dispatch(
                 self, values, tensors.topk_ids, sent_weights, hidden_states_scale=scale, tokens_per_rank=r
@@ -207,7 +207,7 @@ class MoEEpLayer(nn.Module):
         if self.overlap == "combine":
             combining = functional.combine_start(self, partials, got.routing, num_tokens=x.shape[0])
             shared = self._shared(x)
-            out = functional.combine_wait(combining)
+            out = functional.combine_wait(combining, shared)
         else:
             out = functional.combine(self, partials, got.routing, num_tokens=x.shape[0])
         return out if shared is None else out + shared
