@@ -168,8 +168,9 @@ void Communicator::set_active_ranks(const RankMask& mask) {
 #endif
 }
 
-void Communicator::check_ready(OpKind kind, int32_t ep_size_arg, DeviceKind device, int32_t device_index) const {
-  const std::string where = std::string(op_name(kind)) + ": communicator '" + name() + "' ";
+void Communicator::check_ready(OpKind kind, Phase phase, int32_t ep_size_arg, DeviceKind device,
+                               int32_t device_index) const {
+  const std::string where = std::string(op_name(kind, phase)) + ": communicator '" + name() + "' ";
   require(forks == options_forks_, where + "was created before a fork; a forked process must create its own");
   require(connected(), where + "is not connected; finish its construction (or checkpoint_restore) on every rank first");
   require(ep_size() == ep_size_arg, where + "has ep_size " + std::to_string(ep_size()) +

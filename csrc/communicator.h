@@ -63,7 +63,7 @@ class Communicator {
   void set_active_ranks(const RankMask& mask);
 
   // Checks that do not need the op's tensors; throws ArgumentError.
-  void check_ready(OpKind kind, int32_t ep_size, DeviceKind device, int32_t device_index) const;
+  void check_ready(OpKind kind, Phase phase, int32_t ep_size, DeviceKind device, int32_t device_index) const;
 
   // State of the CPU column. One op at a time; a second thread is told so (two streams need two communicators).
   struct HostState {
@@ -71,6 +71,12 @@ class Communicator {
     uint64_t last_round[3] = {0, 0, 0}; // by OpKind: the last round that used its memory
     std::vector<uint64_t> heard;        // [W] the last round for which the peer's flag was seen
     std::atomic<bool> busy{false};
+    struct {
+      uint64_t round = 0;  // 0: none
+      OpKind kind{};
+      RankMask mask;
+      StepHeader header{};
+    } started;  // between a start and its wait
 
     // Why the communicator cannot be used again, "" while it can. Any thread may ask.
     std::string failure() const {

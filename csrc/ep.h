@@ -31,6 +31,8 @@ struct ArgumentError : Error {
 };
 
 enum class OpKind : int32_t { kDispatch = 1, kCombine = 2 };
+// A step is one op, or two: a start that sends and a wait that takes (csrc/transport/fence.h).
+enum class Phase : int32_t { kWhole = 0, kStart = 1, kWait = 2 };
 enum class DeviceKind : int32_t { kCpu = 0, kCuda = 1 };
 enum class ElementType : int32_t { kBFloat16, kFloat16, kFloat32, kFloat64 };
 
@@ -41,7 +43,11 @@ enum class CombineWire : int32_t { kRows = 0, kFp8 = 1, kFp8Plain = 2 };
 inline int64_t element_size(ElementType type) {
   return type == ElementType::kFloat64 ? 8 : type == ElementType::kFloat32 ? 4 : 2;
 }
-inline const char* op_name(OpKind kind) { return kind == OpKind::kDispatch ? "dispatch" : "combine"; }
+inline const char* op_name(OpKind kind, Phase phase = Phase::kWhole) {
+  static const char* const kNames[2][3] = {{"dispatch", "dispatch_start", "dispatch_wait"},
+                                           {"combine", "combine_start", "combine_wait"}};
+  return kNames[kind == OpKind::kDispatch ? 0 : 1][static_cast<int32_t>(phase)];
+}
 
 // A strided row tensor: row i starts at data + i * stride, its bytes are contiguous.
 struct Rows {
@@ -56,6 +62,8 @@ struct RankMask {
 };
 
 struct DispatchArgs {
+  Phase phase = Phase::kWhole;
+  int64_t* pending = nullptr;       // [1] written by a start, read by its wait: the round
   // inputs
   Rows hidden;                      // [T] rows of B bytes
   Rows scale;                       // [T] rows
@@ -73,7 +81,7 @@ struct DispatchArgs {
   int32_t invalid_expert_id = -1;
   int64_t timeout_sec = 300;
   RankMask mask;
-  // outputs, all contiguous
+  // outputs, all contiguous; a start has none
   char* out_hidden = nullptr;       // [W*R] rows of hidden.bytes
   char* out_scale = nullptr;        // [W*R] rows of scale.bytes
   char* out_weights = nullptr;      // [W*R] rows of weights.bytes
@@ -83,6 +91,8 @@ struct DispatchArgs {
 };
 
 struct CombineArgs {
+  Phase phase = Phase::kWhole;
+  int64_t* pending = nullptr;       // [1] written by a start, read by its wait: the round
   Rows expert_output;               // [W*R] rows of H elements
   const int32_t* routing = nullptr; // [1 + W + M, R]
   int32_t max_targets = 0;          // M of the dispatch that made `routing`
@@ -93,7 +103,7 @@ struct CombineArgs {
   bool plain_fp8 = false;           // an FP8 wire without scales; set by the column
   int64_t timeout_sec = 300;
   RankMask mask;
-  char* out = nullptr;              // [T] rows of H elements
+  char* out = nullptr;              // [T] rows of H elements; a start has none
   int64_t out_stride = 0;           // bytes between rows of out
 };
 

@@ -5,7 +5,7 @@ namespace {
 
 class Check {
  public:
-  Check(const Communicator& comm, OpKind kind) : comm_(comm), kind_(kind) {}
+  Check(const Communicator& comm, OpKind kind, Phase phase) : comm_(comm), kind_(kind), phase_(phase) {}
 
   // value <= limit, or a sentence.
   void at_most(int64_t value, int64_t limit, const char* argument, const char* remedy) const {
@@ -22,25 +22,26 @@ class Check {
   }
 
   [[noreturn]] void fail(const std::string& text) const {
-    throw ArgumentError(std::string(op_name(kind_)) + ": " + text);
+    throw ArgumentError(std::string(op_name(kind_, phase_)) + ": " + text);
   }
 
  private:
   const Communicator& comm_;
   OpKind kind_;
+  Phase phase_;
 };
 
 }  // namespace
 
-void check_tokens_per_rank(const Communicator& comm, int64_t tokens_per_rank) {
-  Check(comm, OpKind::kDispatch)
+void check_tokens_per_rank(const Communicator& comm, Phase phase, int64_t tokens_per_rank) {
+  Check(comm, OpKind::kDispatch, phase)
       .at_most(tokens_per_rank, comm.shape().max_tokens, "tokens_per_rank", "raise max_tokens_per_rank");
 }
 
 void check_fits(const Communicator& comm, const DispatchArgs& a) {
   const WindowShape& shape = comm.shape();
-  const Check check(comm, OpKind::kDispatch);
-  check_tokens_per_rank(comm, a.tokens_per_rank);
+  const Check check(comm, OpKind::kDispatch, a.phase);
+  check_tokens_per_rank(comm, a.phase, a.tokens_per_rank);
   check.at_most(a.top_k, shape.max_top_k, "topk_ids: top_k", "raise top_k of the communicator");
   check.at_most(round_up(a.hidden.bytes, 16) + round_up(a.scale.bytes, 16), shape.dispatch_row_bytes,
                 "hidden_states: bytes per row, hidden_states_scale included (each rounded up to 16)",
@@ -54,7 +55,7 @@ void check_fits(const Communicator& comm, const DispatchArgs& a) {
 
 void check_fits(const Communicator& comm, const CombineArgs& a) {
   const WindowShape& shape = comm.shape();
-  const Check check(comm, OpKind::kCombine);
+  const Check check(comm, OpKind::kCombine, a.phase);
   check.at_most(a.tokens_per_rank, shape.max_tokens, "expert_output: rows per rank", "raise max_tokens_per_rank");
   check.at_most(a.max_targets, shape.max_targets(), "routing: targets per token",
                 "pass the routing of a dispatch on this communicator");

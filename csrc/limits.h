@@ -7,7 +7,7 @@
 namespace moe_ep {
 
 // The outputs of a dispatch grow with R: called before they are allocated, for an R out of range is no lack of memory.
-void check_tokens_per_rank(const Communicator& comm, int64_t tokens_per_rank);
+void check_tokens_per_rank(const Communicator& comm, Phase phase, int64_t tokens_per_rank);
 void check_fits(const Communicator& comm, const DispatchArgs& args);
 void check_fits(const Communicator& comm, const CombineArgs& args);
 

@@ -54,14 +54,14 @@ struct alignas(16) StepHeader {
   int64_t scale_bytes;
   int64_t dispatch_round;   // combine: the round of the dispatch that made its routing
   int64_t element_type;     // combine: ElementType
-  int64_t reserved;
+  int64_t phases;           // ops that make up the step: 1, or 2 (a start and its wait)
 };
 static_assert(sizeof(StepHeader) == 64);
 constexpr int32_t kHeaderWords = sizeof(StepHeader) / 4;
 static_assert(kHeaderWords + 1 <= kLamportWords * kLamportHeaderVectors);
 
 // What of it must be equal on all ranks, by index (T may differ); csrc/transport/fence.cpp has their names.
-constexpr int32_t kHeaderFields = 9;
+constexpr int32_t kHeaderFields = 10;
 MOE_EP_HD int64_t header_field(const StepHeader& h, int32_t field) {
   switch (field) {
     case 0: return h.tokens_per_rank;
@@ -72,7 +72,8 @@ MOE_EP_HD int64_t header_field(const StepHeader& h, int32_t field) {
     case 5: return h.scale_bytes;
     case 6: return h.num_eplb;
     case 7: return h.dispatch_round;
-    default: return h.element_type;
+    case 8: return h.element_type;
+    default: return h.phases;
   }
 }
 
@@ -86,6 +87,7 @@ MOE_EP_HD StepHeader step_header(const DispatchArgs& a) {
   h.weight_bytes = static_cast<int32_t>(a.weights.bytes);
   h.hidden_bytes = a.hidden.bytes;
   h.scale_bytes = a.scale.bytes;
+  h.phases = a.phase == Phase::kWhole ? 1 : 2;
   return h;
 }
 MOE_EP_HD StepHeader step_header(const CombineArgs& a) {
@@ -96,6 +98,7 @@ MOE_EP_HD StepHeader step_header(const CombineArgs& a) {
   h.hidden_bytes = a.expert_output.bytes;
   h.element_type = static_cast<int64_t>(a.element_type);
   h.dispatch_round = a.tokens_per_rank > 0 ? a.routing[0] : 0;
+  h.phases = a.phase == Phase::kWhole ? 1 : 2;
   return h;
 }
 

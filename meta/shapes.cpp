@@ -48,7 +48,7 @@ c10::SymDimVector with_rows(const at::Tensor& tensor, const c10::SymInt& rows) {
 }
 
 void check_dispatch(const DispatchInputs& in) {
-  const char* op = "dispatch";
+  const char* op = in.op;
   check_common(op, in.order, in.ep_size, in.active_rank_mask, in.timeout_sec, in.comm);
   TORCH_CHECK_VALUE(in.num_experts >= 1 && in.num_experts <= INT32_MAX, op,
                     ": num_experts: expected 1..2147483647, got ", in.num_experts);
@@ -100,7 +100,7 @@ void check_dispatch(const DispatchInputs& in) {
 }
 
 void check_combine(const CombineInputs& in) {
-  const char* op = "combine";
+  const char* op = in.op;
   check_common(op, in.order, in.ep_size, in.active_rank_mask, in.timeout_sec, in.comm);
   const auto type = in.expert_output.scalar_type();
   TORCH_CHECK_TYPE(type == at::kBFloat16 || type == at::kHalf || type == at::kFloat || type == at::kDouble, op,
@@ -123,6 +123,18 @@ void check_combine(const CombineInputs& in) {
              ": num_tokens: expected at most tokens_per_rank = ", tokens_per_rank, ", got ", in.num_tokens);
   check_same_device(op, "routing", in.routing, in.expert_output, "expert_output");
   check_same_device(op, "order", in.order, in.expert_output, "expert_output");
+}
+
+void check_pending(const char* op, const at::Tensor& pending, const at::Tensor& reference, const char* reference_name) {
+  TORCH_CHECK_TYPE(pending.scalar_type() == at::kLong, op, ": pending: expected the int64 tensor of the start, got ",
+                   pending.scalar_type());
+  TORCH_CHECK_VALUE(pending.dim() == 1, op, ": pending: expected 1 dimension, got ", pending.dim());
+  CHECK_SIZE(pending.sym_size(0).sym_eq(1), op, ": pending: expected 1 element, got ", pending.sym_size(0));
+  check_same_device(op, "pending", pending, reference, reference_name);
+}
+
+at::Tensor make_pending(const at::Tensor& reference) {
+  return reference.new_empty({1}, reference.options().dtype(at::kLong));
 }
 
 }  // namespace
@@ -148,6 +160,26 @@ DispatchOutputs dispatch(const DispatchInputs& in) {
 at::Tensor combine(const CombineInputs& in) {
   check_combine(in);
   return in.expert_output.new_empty_symint({in.num_tokens, in.expert_output.sym_size(1)});
+}
+
+at::Tensor start(const DispatchInputs& in) {
+  check_dispatch(in);
+  return make_pending(in.hidden_states);
+}
+
+at::Tensor start(const CombineInputs& in) {
+  check_combine(in);
+  return make_pending(in.expert_output);
+}
+
+DispatchOutputs wait(const DispatchInputs& in, const at::Tensor& pending) {
+  check_pending(in.op, pending, in.hidden_states, "hidden_states");
+  return dispatch(in);
+}
+
+at::Tensor wait(const CombineInputs& in, const at::Tensor& pending) {
+  check_pending(in.op, pending, in.expert_output, "expert_output");
+  return combine(in);
 }
 
 void combine_out(const CombineInputs& in, const at::Tensor& out) {

@@ -14,7 +14,9 @@ namespace moe_ep::meta {
 // Those of csrc/ep.h, which this room does not see; ops/columns.cpp holds them together.
 constexpr int64_t kMaxTopK = 32, kMaxRanks = 256;
 
+// `op` is the name that errors begin with: the op itself, its start or its wait.
 struct DispatchInputs {
+  const char* op;
   const at::Tensor& hidden_states;                       // [T, *]
   const at::Tensor& topk_ids;                            // [T, K] int32 or int64
   const std::optional<at::Tensor>& topk_weights;         // [T, K] floating point
@@ -35,6 +37,7 @@ struct DispatchInputs {
 using DispatchOutputs = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 struct CombineInputs {
+  const char* op;
   const at::Tensor& expert_output;  // [W*R, H] bfloat16, float16, float32 or float64
   const at::Tensor& routing;        // [1 + W + M, R] int32
   const at::Tensor& order;          // [1]
@@ -47,6 +50,10 @@ struct CombineInputs {
 
 DispatchOutputs dispatch(const DispatchInputs& in);
 at::Tensor combine(const CombineInputs& in);  // [T, H]
+at::Tensor start(const DispatchInputs& in);   // pending [1] int64
+at::Tensor start(const CombineInputs& in);
+DispatchOutputs wait(const DispatchInputs& in, const at::Tensor& pending);
+at::Tensor wait(const CombineInputs& in, const at::Tensor& pending);
 void combine_out(const CombineInputs& in, const at::Tensor& out);
 
 }  // namespace moe_ep::meta

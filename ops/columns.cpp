@@ -23,6 +23,64 @@ T* data_of(const at::Tensor& tensor) {
   return static_cast<T*>(tensor.data_ptr());
 }
 
+std::shared_ptr<Communicator> find_ready(const std::string& comm, OpKind kind, Phase phase, int64_t ep_size,
+                                         at::Device device) {
+  std::shared_ptr<Communicator> found = find(comm);
+  const DeviceKind device_kind = device.is_cuda() ? DeviceKind::kCuda : DeviceKind::kCpu;
+  found->check_ready(kind, phase, static_cast<int32_t>(ep_size), device_kind, device.is_cuda() ? device.index() : 0);
+  return found;
+}
+
+DispatchArgs pack_inputs(const meta::DispatchInputs& in, Holder& holder) {
+  DispatchArgs a;
+  a.hidden = holder.rows(in.hidden_states);
+  if (in.hidden_states_scale) a.scale = holder.rows(*in.hidden_states_scale);
+  if (in.topk_weights) a.weights = holder.rows(*in.topk_weights);
+  a.topk_ids = in.topk_ids.data_ptr();
+  a.ids_row_stride = in.topk_ids.stride(0);
+  a.ids_col_stride = in.topk_ids.stride(1);
+  a.ids_are_int64 = in.topk_ids.scalar_type() == at::kLong;
+  if (in.eplb_local_stats) {
+    const at::Tensor& stats = holder.keep(in.eplb_local_stats->contiguous());
+    a.eplb = data_of<const int32_t>(stats);
+    a.num_eplb = static_cast<int32_t>(stats.size(0));
+  }
+  const int64_t tokens_per_rank = in.tokens_per_rank.guard_int(__FILE__, __LINE__);
+  TORCH_CHECK_VALUE(tokens_per_rank <= INT32_MAX / std::max<int64_t>(in.ep_size, 1), in.op,
+                    ": tokens_per_rank: expected ep_size * tokens_per_rank below 2^31, got ", in.ep_size, " * ",
+                    tokens_per_rank);
+  a.num_tokens = static_cast<int32_t>(in.hidden_states.size(0));
+  a.top_k = static_cast<int32_t>(in.topk_ids.size(1));
+  a.tokens_per_rank = static_cast<int32_t>(tokens_per_rank);
+  a.num_experts = static_cast<int32_t>(in.num_experts);
+  a.invalid_expert_id = static_cast<int32_t>(in.invalid_expert_id);
+  a.timeout_sec = in.timeout_sec;
+  a.mask = pack_mask(in.active_rank_mask, in.ep_size);
+  return a;
+}
+
+CombineArgs pack_inputs(const meta::CombineInputs& in, Holder& holder) {
+  CombineArgs a;
+  a.expert_output = holder.rows(in.expert_output);
+  const at::Tensor& routing = holder.keep(in.routing.contiguous());
+  a.routing = data_of<const int32_t>(routing);
+  a.max_targets = static_cast<int32_t>(routing.size(0) - 1 - in.ep_size);
+  a.num_tokens = static_cast<int32_t>(in.num_tokens.guard_int(__FILE__, __LINE__));
+  a.tokens_per_rank = static_cast<int32_t>(routing.size(1));
+  a.hidden_size = in.expert_output.size(1);
+  a.element_type = element_type(in.expert_output.scalar_type());
+  a.timeout_sec = in.timeout_sec;
+  a.mask = pack_mask(in.active_rank_mask, in.ep_size);
+  return a;
+}
+
+template <class Args>
+Args in_phase(Args args, Phase phase, const at::Tensor& pending) {
+  args.phase = phase;
+  args.pending = data_of<int64_t>(pending);
+  return args;
+}
+
 }  // namespace
 
 bool has_contiguous_rows(const at::Tensor& tensor) {
@@ -56,18 +114,17 @@ Rows Holder::rows(const at::Tensor& tensor) {
   return {data_of<const char>(held), held.stride(0) * itemsize, elements * itemsize};
 }
 
-std::shared_ptr<Communicator> ready(const std::string& comm, OpKind kind, int64_t ep_size, at::Device device) {
-  std::shared_ptr<Communicator> found = find(comm);
-  const DeviceKind device_kind = device.is_cuda() ? DeviceKind::kCuda : DeviceKind::kCpu;
-  found->check_ready(kind, static_cast<int32_t>(ep_size), device_kind, device.is_cuda() ? device.index() : 0);
-  return found;
+std::shared_ptr<Communicator> ready(const meta::CombineInputs& in, Phase phase) {
+  std::shared_ptr<Communicator> live;
+  guarded([&] { live = find_ready(in.comm, OpKind::kCombine, phase, in.ep_size, in.expert_output.device()); });
+  return live;
 }
 
-std::shared_ptr<Communicator> ready_to_dispatch(const meta::DispatchInputs& in) {
+std::shared_ptr<Communicator> ready(const meta::DispatchInputs& in, Phase phase) {
   std::shared_ptr<Communicator> live;
   guarded([&] {
-    live = ready(in.comm, OpKind::kDispatch, in.ep_size, in.hidden_states.device());
-    check_tokens_per_rank(*live, in.tokens_per_rank.guard_int(__FILE__, __LINE__));
+    live = find_ready(in.comm, OpKind::kDispatch, phase, in.ep_size, in.hidden_states.device());
+    check_tokens_per_rank(*live, phase, in.tokens_per_rank.guard_int(__FILE__, __LINE__));
   });
   return live;
 }
@@ -84,30 +141,7 @@ RankMask pack_mask(const std::optional<at::Tensor>& active_rank_mask, int64_t ep
 }
 
 DispatchArgs pack(const meta::DispatchInputs& in, const meta::DispatchOutputs& out, Holder& holder) {
-  DispatchArgs a;
-  a.hidden = holder.rows(in.hidden_states);
-  if (in.hidden_states_scale) a.scale = holder.rows(*in.hidden_states_scale);
-  if (in.topk_weights) a.weights = holder.rows(*in.topk_weights);
-  a.topk_ids = in.topk_ids.data_ptr();
-  a.ids_row_stride = in.topk_ids.stride(0);
-  a.ids_col_stride = in.topk_ids.stride(1);
-  a.ids_are_int64 = in.topk_ids.scalar_type() == at::kLong;
-  if (in.eplb_local_stats) {
-    const at::Tensor& stats = holder.keep(in.eplb_local_stats->contiguous());
-    a.eplb = data_of<const int32_t>(stats);
-    a.num_eplb = static_cast<int32_t>(stats.size(0));
-  }
-  const int64_t tokens_per_rank = in.tokens_per_rank.guard_int(__FILE__, __LINE__);
-  TORCH_CHECK_VALUE(tokens_per_rank <= INT32_MAX / std::max<int64_t>(in.ep_size, 1),
-                    "dispatch: tokens_per_rank: expected ep_size * tokens_per_rank below 2^31, got ", in.ep_size, " * ",
-                    tokens_per_rank);
-  a.num_tokens = static_cast<int32_t>(in.hidden_states.size(0));
-  a.top_k = static_cast<int32_t>(in.topk_ids.size(1));
-  a.tokens_per_rank = static_cast<int32_t>(tokens_per_rank);
-  a.num_experts = static_cast<int32_t>(in.num_experts);
-  a.invalid_expert_id = static_cast<int32_t>(in.invalid_expert_id);
-  a.timeout_sec = in.timeout_sec;
-  a.mask = pack_mask(in.active_rank_mask, in.ep_size);
+  DispatchArgs a = pack_inputs(in, holder);
   const auto& [hidden, topk_ids, weights, scale, eplb, routing] = out;
   a.out_hidden = data_of<char>(hidden);
   a.out_scale = data_of<char>(scale);
@@ -119,20 +153,24 @@ DispatchArgs pack(const meta::DispatchInputs& in, const meta::DispatchOutputs& o
 }
 
 CombineArgs pack(const meta::CombineInputs& in, const at::Tensor& out, Holder& holder) {
-  CombineArgs a;
-  a.expert_output = holder.rows(in.expert_output);
-  const at::Tensor& routing = holder.keep(in.routing.contiguous());
-  a.routing = data_of<const int32_t>(routing);
-  a.max_targets = static_cast<int32_t>(routing.size(0) - 1 - in.ep_size);
-  a.num_tokens = static_cast<int32_t>(in.num_tokens.guard_int(__FILE__, __LINE__));
-  a.tokens_per_rank = static_cast<int32_t>(routing.size(1));
-  a.hidden_size = in.expert_output.size(1);
-  a.element_type = element_type(in.expert_output.scalar_type());
-  a.timeout_sec = in.timeout_sec;
-  a.mask = pack_mask(in.active_rank_mask, in.ep_size);
+  CombineArgs a = pack_inputs(in, holder);
   a.out = data_of<char>(out);
   a.out_stride = out.stride(0) * out.element_size();
   return a;
+}
+
+DispatchArgs pack_start(const meta::DispatchInputs& in, const at::Tensor& pending, Holder& holder) {
+  return in_phase(pack_inputs(in, holder), Phase::kStart, pending);
+}
+CombineArgs pack_start(const meta::CombineInputs& in, const at::Tensor& pending, Holder& holder) {
+  return in_phase(pack_inputs(in, holder), Phase::kStart, pending);
+}
+DispatchArgs pack_wait(const meta::DispatchInputs& in, const at::Tensor& pending, const meta::DispatchOutputs& out,
+                       Holder& holder) {
+  return in_phase(pack(in, out, holder), Phase::kWait, pending);
+}
+CombineArgs pack_wait(const meta::CombineInputs& in, const at::Tensor& pending, const at::Tensor& out, Holder& holder) {
+  return in_phase(pack(in, out, holder), Phase::kWait, pending);
 }
 
 }  // namespace moe_ep::ops

@@ -12,23 +12,31 @@
 #include "csrc/ep.h"
 #include "meta/shapes.h"
 
-#define MOE_EP_DISPATCH_ARGS                                                                                           \
+#define MOE_EP_DISPATCH_TENSORS                                                                                        \
   const at::Tensor &hidden_states, const at::Tensor &topk_ids, const std::optional<at::Tensor>&topk_weights,           \
-      const std::optional<at::Tensor>&hidden_states_scale, at::Tensor &order, c10::SymInt tokens_per_rank,             \
-      int64_t num_experts, int64_t ep_size, int64_t invalid_expert_id,                                                 \
+      const std::optional<at::Tensor>&hidden_states_scale
+#define MOE_EP_DISPATCH_OPTIONS                                                                                        \
+  at::Tensor &order, c10::SymInt tokens_per_rank, int64_t num_experts, int64_t ep_size, int64_t invalid_expert_id,     \
       const std::optional<at::Tensor>&eplb_local_stats, const std::optional<at::Tensor>&active_rank_mask,              \
       int64_t timeout_sec, std::string comm
-#define MOE_EP_DISPATCH_INPUTS                                                                                         \
+#define MOE_EP_DISPATCH_ARGS MOE_EP_DISPATCH_TENSORS, MOE_EP_DISPATCH_OPTIONS
+#define MOE_EP_DISPATCH_WAIT_ARGS                                                                                      \
+  MOE_EP_DISPATCH_TENSORS, const at::Tensor &pending, const std::optional<at::Tensor>&after, MOE_EP_DISPATCH_OPTIONS
+#define MOE_EP_DISPATCH_INPUTS(op)                                                                                     \
   moe_ep::meta::DispatchInputs {                                                                                       \
-    hidden_states, topk_ids, topk_weights, hidden_states_scale, order, tokens_per_rank, num_experts, ep_size,          \
+    op, hidden_states, topk_ids, topk_weights, hidden_states_scale, order, tokens_per_rank, num_experts, ep_size,      \
         invalid_expert_id, eplb_local_stats, active_rank_mask, timeout_sec, comm                                       \
   }
-#define MOE_EP_COMBINE_ARGS                                                                                            \
-  const at::Tensor &expert_output, const at::Tensor &routing, at::Tensor &order, c10::SymInt num_tokens,               \
-      int64_t ep_size, const std::optional<at::Tensor>&active_rank_mask, int64_t timeout_sec, std::string comm
-#define MOE_EP_COMBINE_INPUTS                                                                                          \
+#define MOE_EP_COMBINE_OPTIONS                                                                                         \
+  at::Tensor &order, c10::SymInt num_tokens, int64_t ep_size, const std::optional<at::Tensor>&active_rank_mask,        \
+      int64_t timeout_sec, std::string comm
+#define MOE_EP_COMBINE_ARGS const at::Tensor &expert_output, const at::Tensor &routing, MOE_EP_COMBINE_OPTIONS
+#define MOE_EP_COMBINE_WAIT_ARGS                                                                                       \
+  const at::Tensor &expert_output, const at::Tensor &routing, const at::Tensor &pending,                               \
+      const std::optional<at::Tensor>&after, MOE_EP_COMBINE_OPTIONS
+#define MOE_EP_COMBINE_INPUTS(op)                                                                                      \
   moe_ep::meta::CombineInputs {                                                                                        \
-    expert_output, routing, order, num_tokens, ep_size, active_rank_mask, timeout_sec, comm                            \
+    op, expert_output, routing, order, num_tokens, ep_size, active_rank_mask, timeout_sec, comm                        \
   }
 
 namespace moe_ep::ops {
@@ -45,6 +53,12 @@ struct Holder {
 RankMask pack_mask(const std::optional<at::Tensor>& active_rank_mask, int64_t ep_size);
 DispatchArgs pack(const meta::DispatchInputs& in, const meta::DispatchOutputs& out, Holder& holder);
 CombineArgs pack(const meta::CombineInputs& in, const at::Tensor& out, Holder& holder);
+// Of a start, which has no outputs but `pending`, and of its wait.
+DispatchArgs pack_start(const meta::DispatchInputs& in, const at::Tensor& pending, Holder& holder);
+CombineArgs pack_start(const meta::CombineInputs& in, const at::Tensor& pending, Holder& holder);
+DispatchArgs pack_wait(const meta::DispatchInputs& in, const at::Tensor& pending, const meta::DispatchOutputs& out,
+                       Holder& holder);
+CombineArgs pack_wait(const meta::CombineInputs& in, const at::Tensor& pending, const at::Tensor& out, Holder& holder);
 // Whether combine can write rows of `out` in place.
 bool has_contiguous_rows(const at::Tensor& tensor);
 // Whether elements of a 2-dimensional tensor may share memory.
@@ -63,10 +77,9 @@ void guarded(const Launch& launch) {
 }
 
 // The live communicator of a call, checked against what the graph was traced for.
-std::shared_ptr<Communicator> ready(const std::string& comm, OpKind kind, int64_t ep_size, at::Device device);
-// The same for a dispatch, before its outputs are allocated: an R beyond the capacity is no reason to run out of
-// memory.
-std::shared_ptr<Communicator> ready_to_dispatch(const meta::DispatchInputs& in);
+std::shared_ptr<Communicator> ready(const meta::CombineInputs& in, Phase phase = Phase::kWhole);
+// Before a dispatch's outputs are allocated: an R beyond the capacity is no reason to run out of memory.
+std::shared_ptr<Communicator> ready(const meta::DispatchInputs& in, Phase phase = Phase::kWhole);
 
 // combine_out of a column: straight into `out` where its rows allow it and are nobody's input, else through a fresh
 // tensor.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -299,8 +299,12 @@ def group_for(case: Case, group: MoEEpCommunication) -> Any:
 class Step:
     """One dispatch and its combine on one rank, and what they must give."""
 
-    def __init__(self, case: Case, ep_size: int, rank: int, seed: int, device: torch.device | str = "cpu") -> None:
-        self.case, self.rank, self.device = case, rank, device
+    def __init__(
+        self, case: Case, ep_size: int, rank: int, seed: int, device: torch.device | str = "cpu", *,
+        between: Callable[[], Any] | None = None,
+    ) -> None:
+        """``between``: called between the starts and waits of ops in two phases; None makes them one op each."""
+        self.case, self.rank, self.device, self.between = case, rank, device, between
         self.tokens_per_rank = case.tokens_per_rank(ep_size)
         self.what = f"case {case.name}, W={ep_size}, rank {rank}, seed {seed}"
         active = case.active(ep_size)
@@ -331,16 +335,19 @@ class Step:
         expected = self.expected
         hidden, ids = self._placed(self.inputs.hidden_states), self._placed(self.inputs.topk_ids)
         assert hidden is not None and ids is not None
-        got = torch_moe_ep.dispatch(
-            group_for(self.case, group),
-            hidden,
-            ids,
-            self._placed(self.inputs.topk_weights),
-            hidden_states_scale=self._placed(self.inputs.hidden_states_scale),
-            tokens_per_rank=self.tokens_per_rank,
-            eplb_local_stats=self._placed(self.inputs.eplb_local_stats),
-            active_rank_mask=self.mask,
-        )
+        args = (group_for(self.case, group), hidden, ids, self._placed(self.inputs.topk_weights))
+        options: dict[str, Any] = {
+            "hidden_states_scale": self._placed(self.inputs.hidden_states_scale),
+            "tokens_per_rank": self.tokens_per_rank,
+            "eplb_local_stats": self._placed(self.inputs.eplb_local_stats),
+            "active_rank_mask": self.mask,
+        }
+        if self.between is None:
+            got = torch_moe_ep.dispatch(*args, **options)
+        else:
+            pending = torch_moe_ep.dispatch_start(*args, **options)
+            self.between()
+            got = torch_moe_ep.dispatch_wait(pending)
         self.routing = got.routing
         self._join()
         assert same_bytes(got.topk_ids, expected.topk_ids), f"topk_ids: {self.what}: {got.topk_ids}"
@@ -363,14 +370,15 @@ class Step:
             into.fill_(torch.nan)
         rows = self._placed(self.expert_output) if self.case.strides != "expanded" else self.expert_output
         assert rows is not None
-        got = torch_moe_ep.combine(
-            group_for(self.case, group),
-            rows.to(self.device),
-            self.routing,
-            num_tokens=len(self.inputs.topk_ids),
-            active_rank_mask=self.mask,
-            out=into,
-        )
+        args = (group_for(self.case, group), rows.to(self.device), self.routing)
+        options: dict[str, Any] = {"num_tokens": len(self.inputs.topk_ids), "active_rank_mask": self.mask}
+        if self.between is None:
+            got = torch_moe_ep.combine(*args, **options, out=into)
+        else:
+            assert into is None
+            pending = torch_moe_ep.combine_start(*args, **options)
+            self.between()
+            got = torch_moe_ep.combine_wait(pending)
         assert into is None or got is into, self.what
         self._join()
         assert same_bytes(got, self.expected_out), f"combine: {self.what}: {got}, expected {self.expected_out}"

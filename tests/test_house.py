@@ -16,7 +16,9 @@ import torch_moe_ep
 from torch_moe_ep import _C
 
 ROOT = Path(__file__).resolve().parent.parent
-OPS = ["dispatch", "combine", "combine_out"]
+OPS = [
+    "dispatch", "dispatch_start", "dispatch_wait", "combine", "combine_start", "combine_wait", "combine_out",
+]
 CODE = {".h", ".cpp", ".cu", ".cuh"}
 
 
@@ -101,10 +103,65 @@ moe_ep::combine_out(Tensor expert_output,
     int timeout_sec=300,
     str comm,
     Tensor(b!) out) -> ()
+moe_ep::combine_start(Tensor expert_output,
+    Tensor routing,
+    Tensor(a!) order,
+    *,
+    SymInt num_tokens,
+    int ep_size,
+    Tensor? active_rank_mask=None,
+    int timeout_sec=300,
+    str comm) -> Tensor pending
+moe_ep::combine_wait(Tensor expert_output,
+    Tensor routing,
+    Tensor pending,
+    Tensor? after,
+    Tensor(a!) order,
+    *,
+    SymInt num_tokens,
+    int ep_size,
+    Tensor? active_rank_mask=None,
+    int timeout_sec=300,
+    str comm) -> Tensor
 moe_ep::dispatch(Tensor hidden_states,
     Tensor topk_ids,
     Tensor? topk_weights,
     Tensor? hidden_states_scale,
+    Tensor(a!) order,
+    *,
+    SymInt tokens_per_rank,
+    int num_experts,
+    int ep_size,
+    int invalid_expert_id=-1,
+    Tensor? eplb_local_stats=None,
+    Tensor? active_rank_mask=None,
+    int timeout_sec=300,
+    str comm) -> (Tensor hidden_states,
+    Tensor topk_ids,
+    Tensor topk_weights,
+    Tensor hidden_states_scale,
+    Tensor eplb_gathered_stats,
+    Tensor routing)
+moe_ep::dispatch_start(Tensor hidden_states,
+    Tensor topk_ids,
+    Tensor? topk_weights,
+    Tensor? hidden_states_scale,
+    Tensor(a!) order,
+    *,
+    SymInt tokens_per_rank,
+    int num_experts,
+    int ep_size,
+    int invalid_expert_id=-1,
+    Tensor? eplb_local_stats=None,
+    Tensor? active_rank_mask=None,
+    int timeout_sec=300,
+    str comm) -> Tensor pending
+moe_ep::dispatch_wait(Tensor hidden_states,
+    Tensor topk_ids,
+    Tensor? topk_weights,
+    Tensor? hidden_states_scale,
+    Tensor pending,
+    Tensor? after,
     Tensor(a!) order,
     *,
     SymInt tokens_per_rank,

@@ -24,7 +24,17 @@ from torch_moe_ep.communication import (  # noqa: E402
 )
 from torch_moe_ep.config import NVLinkOneSidedConfig, ShmOneSidedConfig, TorchDistributedConfig  # noqa: E402
 from torch_moe_ep.experts import ExpertMajor, GroupedSwiGLU, expert_major, sum_slots, take_rows  # noqa: E402
-from torch_moe_ep.functional import Dispatched, combine, dispatch  # noqa: E402
+from torch_moe_ep.functional import (  # noqa: E402
+    Dispatched,
+    PendingCombine,
+    PendingDispatch,
+    combine,
+    combine_start,
+    combine_wait,
+    dispatch,
+    dispatch_start,
+    dispatch_wait,
+)
 from torch_moe_ep.layer import (  # noqa: E402
     GroupedSwiGLUConfig,
     MoEEpLayer,
@@ -55,6 +65,8 @@ __all__ = [
     "MoEWeightPack",
     "NVLinkOneSidedAlltoAll",
     "NVLinkOneSidedConfig",
+    "PendingCombine",
+    "PendingDispatch",
     "QuantFormat",
     "ShmOneSidedAlltoAll",
     "ShmOneSidedConfig",
@@ -66,10 +78,14 @@ __all__ = [
     "__version__",
     "available_communication_backends",
     "combine",
+    "combine_start",
+    "combine_wait",
     "create_communication",
     "create_local_group",
     "dequantize",
     "dispatch",
+    "dispatch_start",
+    "dispatch_wait",
     "expert_major",
     "global_scale_of",
     "is_communication_backend",

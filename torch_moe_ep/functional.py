@@ -62,27 +62,61 @@ def dispatch(
         ValueError, TypeError: an argument does not fit; names it; nothing was sent.
         RuntimeError: the ranks disagree about the step, or a wait outlived timeout_sec.
     """
-    active_rank_mask = _traceable(active_rank_mask)
-    r = group.params.max_tokens_per_rank if tokens_per_rank is None else tokens_per_rank
-    options = _Options(group.comm, group.ep_size, group.timeout_sec, r, group.params.num_experts,
-                       group.params.invalid_expert_id)
-    if torch.is_grad_enabled() and (
-        hidden_states.requires_grad or topk_weights is not None and topk_weights.requires_grad
-    ):
-        out = _Dispatch.apply(hidden_states, topk_ids, topk_weights, hidden_states_scale, group.order,
-                              eplb_local_stats, active_rank_mask, options)
-    else:
-        out = _dispatch(hidden_states, topk_ids, topk_weights, hidden_states_scale, group.order, eplb_local_stats,
-                        active_rank_mask, options)
-    hidden, ids, weights, scale, stats, routing = out
-    return Dispatched(
-        hidden,
-        ids,
-        None if topk_weights is None else weights,
-        None if hidden_states_scale is None else scale,
-        None if eplb_local_stats is None else stats,
-        routing,
+    return _differentiable_dispatch(
+        _Dispatching(
+            hidden_states, topk_ids, topk_weights, hidden_states_scale, group.order, eplb_local_stats,
+            _traceable(active_rank_mask), _options(group, tokens_per_rank),
+        ),
+        None,
     )
+
+
+def dispatch_start(
+    group: Group,
+    hidden_states: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor | None = None,
+    *,
+    hidden_states_scale: torch.Tensor | None = None,
+    tokens_per_rank: int | None = None,
+    eplb_local_stats: torch.Tensor | None = None,
+    active_rank_mask: torch.Tensor | None = None,
+) -> PendingDispatch:
+    """The first half of :func:`dispatch`: sends. What is computed until :func:`dispatch_wait` needs no peer.
+
+    Arguments are those of :func:`dispatch`; leave the tensors unmodified until the wait. On every rank the step is two
+    ops or one. No other op of this communicator may come before the wait.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit, or a start has not had its wait; nothing was sent. (On a GPU
+            the latter is a RuntimeError of the next call.)
+        RuntimeError: a wait for peers' earlier rounds outlived timeout_sec.
+    """
+    args = _Dispatching(
+        hidden_states, topk_ids, topk_weights, hidden_states_scale, group.order, eplb_local_stats,
+        _traceable(active_rank_mask), _options(group, tokens_per_rank),
+    )
+    return PendingDispatch(_start_dispatch(args), args)
+
+
+def dispatch_wait(pending: PendingDispatch, after: torch.Tensor | None = None) -> Dispatched:
+    """The second half of :func:`dispatch`: awaits the peers and takes the rows. timeout_sec begins here.
+
+    Args:
+        pending: what :func:`dispatch_start` returned.
+        after: what was computed meanwhile. Not read; a compiler is free to move what nothing ties to this place, as
+            Inductor does, and computes this before the wait. (Not with the backend torch_distributed.)
+
+    Returns:
+        What :func:`dispatch` returns; gradients flow alike, their backward is a one-phase :func:`combine`.
+
+    Raises:
+        ValueError: nothing, or something else, was started. (On a GPU a RuntimeError of the next call.)
+        RuntimeError: the ranks disagree about the step, or a wait outlived timeout_sec.
+    """
+    if not isinstance(pending, PendingDispatch):
+        raise TypeError(f"dispatch_wait: pending: expected what dispatch_start returned, got {type(pending).__name__}")
+    return _differentiable_dispatch(pending.args, _Waiting(pending.token, _detached(after)))
 
 
 def combine(
@@ -130,8 +164,40 @@ def combine(
         )
         return out
     if torch.is_grad_enabled() and expert_output.requires_grad:
-        return _Combine.apply(expert_output, routing, group.order, num_tokens, active_rank_mask, options)
+        return _Combine.apply(expert_output, routing, group.order, num_tokens, active_rank_mask, options, None, None)
     return _combine(expert_output, routing, group.order, num_tokens, active_rank_mask, options)
+
+
+def combine_start(
+    group: Group,
+    expert_output: torch.Tensor,
+    routing: torch.Tensor,
+    *,
+    num_tokens: int,
+    active_rank_mask: torch.Tensor | None = None,
+) -> PendingCombine:
+    """The first half of :func:`combine`: puts the partial outputs at their tokens' ranks. Arguments as there; leave the
+    tensors unmodified until :func:`combine_wait`. Rules and errors are those of :func:`dispatch_start`."""
+    expert_output = expert_output.flatten(0, 1) if expert_output.dim() == 3 else expert_output
+    options = _Options(group.comm, group.ep_size, group.timeout_sec)
+    args = _Combining(expert_output, routing, group.order, num_tokens, _traceable(active_rank_mask), options)
+    return PendingCombine(_start_combine(args), args)
+
+
+def combine_wait(pending: PendingCombine, after: torch.Tensor | None = None) -> torch.Tensor:
+    """The second half of :func:`combine`: awaits the peers and sums. Returns what :func:`combine` returns; its backward
+    is a one-phase :func:`dispatch`. Errors are those of :func:`dispatch_wait`.
+
+    Args:
+        pending: what :func:`combine_start` returned.
+        after: as for :func:`dispatch_wait`.
+    """
+    if not isinstance(pending, PendingCombine):
+        raise TypeError(f"combine_wait: pending: expected what combine_start returned, got {type(pending).__name__}")
+    args = pending.args
+    if torch.is_grad_enabled() and args.expert_output.requires_grad:
+        return _Combine.apply(*args, pending.token, _detached(after))
+    return _combine(*args, _Waiting(pending.token, _detached(after)))
 
 
 def _traceable(active_rank_mask: torch.Tensor | None) -> torch.Tensor | None:
@@ -151,6 +217,113 @@ class _Options(NamedTuple):
     invalid_expert_id: int = -1
 
 
+def _options(group: Group, tokens_per_rank: int | None) -> _Options:
+    params = group.params
+    r = params.max_tokens_per_rank if tokens_per_rank is None else tokens_per_rank
+    return _Options(group.comm, group.ep_size, group.timeout_sec, r, params.num_experts, params.invalid_expert_id)
+
+
+class _Dispatching(NamedTuple):
+    """The arguments of a dispatch."""
+
+    hidden_states: torch.Tensor
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor | None
+    hidden_states_scale: torch.Tensor | None
+    order: torch.Tensor
+    eplb_local_stats: torch.Tensor | None
+    active_rank_mask: torch.Tensor | None
+    options: _Options
+
+
+class _Combining(NamedTuple):
+    """The arguments of a combine."""
+
+    expert_output: torch.Tensor
+    routing: torch.Tensor
+    order: torch.Tensor
+    num_tokens: int
+    active_rank_mask: torch.Tensor | None
+    options: _Options
+
+
+class PendingDispatch(NamedTuple):
+    """A dispatch that :func:`dispatch_start` has begun; :func:`dispatch_wait` takes it. A pytree of its tensors."""
+
+    token: torch.Tensor  # opaque
+    args: _Dispatching
+
+
+class PendingCombine(NamedTuple):
+    """A combine that :func:`combine_start` has begun; :func:`combine_wait` takes it. A pytree of its tensors."""
+
+    token: torch.Tensor  # opaque
+    args: _Combining
+
+
+class _Waiting(NamedTuple):
+    """What a wait takes beside the arguments of its start."""
+
+    token: torch.Tensor
+    after: torch.Tensor | None
+
+
+def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return tensor.detach() if tensor is not None and tensor.requires_grad else tensor
+
+
+def _start_dispatch(args: _Dispatching) -> torch.Tensor:
+    options = args.options
+    hidden, ids, weights, scale = (_detached(tensor) for tensor in args[:4])
+    assert hidden is not None and ids is not None
+    through = collectives.find_collective(options.comm)
+    if through is not None:
+        return collectives.dispatch_start(
+            through, hidden, ids, weights, scale, args.eplb_local_stats, args.active_rank_mask,
+            tokens_per_rank=options.tokens_per_rank, num_experts=options.num_experts, ep_size=options.ep_size,
+            invalid_expert_id=options.invalid_expert_id,
+        )
+    return torch.ops.moe_ep.dispatch_start(
+        hidden, ids, weights, scale, args.order, tokens_per_rank=options.tokens_per_rank,
+        num_experts=options.num_experts, ep_size=options.ep_size, invalid_expert_id=options.invalid_expert_id,
+        eplb_local_stats=args.eplb_local_stats, active_rank_mask=args.active_rank_mask,
+        timeout_sec=options.timeout_sec, comm=options.comm,
+    )
+
+
+def _start_combine(args: _Combining) -> torch.Tensor:
+    options = args.options
+    rows = _detached(args.expert_output)
+    assert rows is not None
+    through = collectives.find_collective(options.comm)
+    if through is not None:
+        return collectives.combine_start(
+            through, rows, args.routing, args.active_rank_mask, num_tokens=args.num_tokens, ep_size=options.ep_size
+        )
+    return torch.ops.moe_ep.combine_start(
+        rows, args.routing, args.order, num_tokens=args.num_tokens, ep_size=options.ep_size,
+        active_rank_mask=args.active_rank_mask, timeout_sec=options.timeout_sec, comm=options.comm,
+    )
+
+
+def _differentiable_dispatch(args: _Dispatching, waiting: _Waiting | None) -> Dispatched:
+    """``waiting``: for a start; None dispatches in one op."""
+    weights = args.topk_weights
+    if torch.is_grad_enabled() and (args.hidden_states.requires_grad or weights is not None and weights.requires_grad):
+        out = _Dispatch.apply(*args, *(waiting or (None, None)))
+    else:
+        out = _dispatch(*args, waiting)
+    hidden, ids, weights, scale, stats, routing = out
+    return Dispatched(
+        hidden,
+        ids,
+        None if args.topk_weights is None else weights,
+        None if args.hidden_states_scale is None else scale,
+        None if args.eplb_local_stats is None else stats,
+        routing,
+    )
+
+
 def _dispatch(
     hidden_states: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -160,6 +333,7 @@ def _dispatch(
     eplb_local_stats: torch.Tensor | None,
     active_rank_mask: torch.Tensor | None,
     options: _Options,
+    waiting: _Waiting | None = None,
 ) -> tuple[torch.Tensor, ...]:
     through = collectives.find_collective(options.comm)
     if through is not None:
@@ -175,12 +349,15 @@ def _dispatch(
             num_experts=options.num_experts,
             ep_size=options.ep_size,
             invalid_expert_id=options.invalid_expert_id,
+            received=waiting and waiting.token,
         )
-    return torch.ops.moe_ep.dispatch(
+    op = torch.ops.moe_ep.dispatch if waiting is None else torch.ops.moe_ep.dispatch_wait
+    return op(
         hidden_states,
         topk_ids,
         topk_weights,
         hidden_states_scale,
+        *(waiting or ()),
         order,
         tokens_per_rank=options.tokens_per_rank,
         num_experts=options.num_experts,
@@ -200,15 +377,19 @@ def _combine(
     num_tokens: int,
     active_rank_mask: torch.Tensor | None,
     options: _Options,
+    waiting: _Waiting | None = None,
 ) -> torch.Tensor:
     through = collectives.find_collective(options.comm)
     if through is not None:
         return collectives.combine(
-            through, expert_output, routing, active_rank_mask, num_tokens=num_tokens, ep_size=options.ep_size
+            through, expert_output, routing, active_rank_mask, num_tokens=num_tokens, ep_size=options.ep_size,
+            received=waiting and waiting.token,
         )
-    return torch.ops.moe_ep.combine(
+    op = torch.ops.moe_ep.combine if waiting is None else torch.ops.moe_ep.combine_wait
+    return op(
         expert_output,
         routing,
+        *(waiting or ()),
         order,
         num_tokens=num_tokens,
         ep_size=options.ep_size,
@@ -223,9 +404,10 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_states, topk_ids, topk_weights, hidden_states_scale, order, eplb_local_stats,  # type: ignore[no-untyped-def]
-                active_rank_mask, options):
+                active_rank_mask, options, token, after):
+        waiting = None if token is None else _Waiting(token, after)
         out = _dispatch(hidden_states, topk_ids, topk_weights, hidden_states_scale, order, eplb_local_stats,
-                        active_rank_mask, options)
+                        active_rank_mask, options, waiting)
         hidden, ids, weights, scale, stats, routing = out
         # Quantized rows, or rows of a frozen model, want no gradient where only the weights do; theirs would be wasted,
         # and in FP8 there is none.
@@ -245,17 +427,18 @@ class _Dispatch(torch.autograd.Function):
         ).unflatten(1, grad.shape[1:])
         grad_hidden = home(grad_hidden) if ctx.needs_input_grad[0] else None
         grad_weights = home(grad_weights) if ctx.has_weights and ctx.needs_input_grad[2] else None
-        return grad_hidden, None, grad_weights, None, None, None, None, None
+        return grad_hidden, None, grad_weights, *(None,) * 7
 
 
 class _Combine(torch.autograd.Function):
     """Its backward is a dispatch: every copy of a token gets the token's gradient, empty rows get zeros."""
 
     @staticmethod
-    def forward(ctx, expert_output, routing, order, num_tokens, active_rank_mask, options):  # type: ignore[no-untyped-def]
+    def forward(ctx, expert_output, routing, order, num_tokens, active_rank_mask, options, token, after):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(routing, order)
         ctx.active_rank_mask, ctx.options = active_rank_mask, options
-        return _combine(expert_output, routing, order, num_tokens, active_rank_mask, options)
+        waiting = None if token is None else _Waiting(token, after)
+        return _combine(expert_output, routing, order, num_tokens, active_rank_mask, options, waiting)
 
     @staticmethod
     @once_differentiable
@@ -268,4 +451,4 @@ class _Combine(torch.autograd.Function):
         options = ctx.options._replace(tokens_per_rank=routing.shape[1], num_experts=w)
         rows = _dispatch(grad_output, targets, None, None, order, None, ctx.active_rank_mask, options)[0]
         holds_token = routing[1 : 1 + w].reshape(-1, 1) >= 0
-        return torch.where(holds_token, rows, 0), None, None, None, None, None
+        return torch.where(holds_token, rows, 0), *(None,) * 7

@@ -108,6 +108,10 @@ class MoEEpLayer(nn.Module):
         global_scale: a float32 scalar, equal on all ranks: that of :func:`~torch_moe_ep.quantize`, for the formats that
             have one. A buffer, so that it is saved with the layer and can be written to.
         device: where the layer runs; None is the device of the weights or of the kernel's parameters, else the default.
+        shared_experts: a module ``[T, H]`` to ``[T, H]`` over the unquantized tokens; its result is added to the
+            layer's.
+        overlap: when the shared experts run: "dispatch" between the start and the wait of the dispatch, "combine"
+            between those of the combine, None before both, which are one op each then. The same on every rank.
 
     Raises:
         ValueError, TypeError: an argument does not fit; names it.
@@ -129,8 +133,12 @@ class MoEEpLayer(nn.Module):
         group: MoEEpCommunication | None = None,
         global_scale: torch.Tensor | None = None,
         device: torch.device | str | None = None,
+        shared_experts: nn.Module | None = None,
+        overlap: str | None = "dispatch",
     ) -> None:
         super().__init__()
+        if overlap not in ("dispatch", "combine", None):
+            raise ValueError(f"overlap: expected 'dispatch', 'combine' or None, got {overlap!r}")
         if backend is None:
             backend = SplitConfig()
         elif not isinstance(backend, SplitConfig):
@@ -152,6 +160,8 @@ class MoEEpLayer(nn.Module):
             local = params.local_experts(group.ep_rank, group.ep_size)
             _check_kernel(kernel, params, len(local))
         self.kernel, self.group, self.params = kernel, group, params
+        self.shared_experts = shared_experts
+        self.overlap = overlap if shared_experts is not None else None
         self.comm, self.ep_size, self.timeout_sec = group.comm, group.ep_size, group.timeout_sec
         self._first_expert, self.num_local_experts = local.start, len(local)
         self.register_buffer("order", None, persistent=False)
@@ -166,14 +176,25 @@ class MoEEpLayer(nn.Module):
             return self._through_the_class(tensors, quantized)
         x, r = tensors.hidden_states, tensors.runtime_max_tokens_per_rank
         weights: Any = tensors.topk_weights
+        shared = self._shared(x) if self.overlap is None else None
         if self.params.dispatch_format is None:
-            got = functional.dispatch(self, x, tensors.topk_ids, weights, tokens_per_rank=r)
-            rows, weights = got.hidden_states, got.topk_weights
+            values, scale, sent_weights = x, None, weights
         else:
             values, scale = self._quantize(tensors, quantized)
-            got = functional.dispatch(
-                self, values, tensors.topk_ids, weights.detach(), hidden_states_scale=scale, tokens_per_rank=r
+            sent_weights = weights.detach()
+        if self.overlap == "dispatch":
+            pending = functional.dispatch_start(
+                self, values, tensors.topk_ids, sent_weights, hidden_states_scale=scale, tokens_per_rank=r
             )
+            shared = self._shared(x)
+            got = functional.dispatch_wait(pending, shared)
+        else:
+            got = functional.dispatch(
+                self, values, tensors.topk_ids, sent_weights, hidden_states_scale=scale, tokens_per_rank=r
+            )
+        if self.params.dispatch_format is None:
+            rows, weights = got.hidden_states, got.topk_weights
+        else:
             rows = self._dequantize(got)
             if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
                 options = functional._Options(self.comm, self.ep_size, self.timeout_sec)
@@ -182,9 +203,22 @@ class MoEEpLayer(nn.Module):
                 )
             else:
                 weights = got.topk_weights
-        return functional.combine(
-            self, self._experts(rows, got.topk_ids, weights), got.routing, num_tokens=x.shape[0]
-        )
+        partials = self._experts(rows, got.topk_ids, weights)
+        if self.overlap == "combine":
+            combining = functional.combine_start(self, partials, got.routing, num_tokens=x.shape[0])
+            shared = self._shared(x)
+            out = functional.combine_wait(combining, shared)
+        else:
+            out = functional.combine(self, partials, got.routing, num_tokens=x.shape[0])
+        return out if shared is None else out + shared
+
+    def _shared(self, x: torch.Tensor) -> torch.Tensor | None:
+        if self.shared_experts is None:
+            return None
+        out = self.shared_experts(x)
+        if out.shape != x.shape:
+            raise ValueError(f"shared_experts: expected a result of shape {tuple(x.shape)}, got {tuple(out.shape)}")
+        return out
 
     def _through_the_class(self, tensors: MoEEpTensors, quantized: bool) -> torch.Tensor:
         """A step with a backend that has nothing but its class."""
@@ -201,7 +235,9 @@ class MoEEpLayer(nn.Module):
             runtime_max_tokens_per_rank=tensors.runtime_max_tokens_per_rank,
         )
         rows = received.hidden_states if self.params.dispatch_format is None else self._dequantize(received)
-        return self.group.combine(self._experts(rows, received.topk_ids, received.topk_weights))
+        shared = self._shared(tensors.hidden_states)
+        out = self.group.combine(self._experts(rows, received.topk_ids, received.topk_weights))
+        return out if shared is None else out + shared
 
     def _quantize(self, tensors: MoEEpTensors, quantized: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         x, quant_format = tensors.hidden_states, self.params.dispatch_format
@@ -234,6 +270,9 @@ class MoEEpLayer(nn.Module):
                         f"MoEEpTensors.{name}: expected rows of {expected} bytes for {params.dispatch_format.name} "
                         f"and hidden size {params.hidden_size}, got {given}"
                     )
+            if self.shared_experts is not None:
+                raise ValueError("MoEEpTensors.hidden_states: expected unquantized tokens, for the shared_experts "
+                                 f"take them, got {x.dtype}")
             return True
         if x.shape[1:] != (params.hidden_size,):
             raise ValueError(f"MoEEpTensors.hidden_states: expected [T, {params.hidden_size}], got {tuple(x.shape)}")

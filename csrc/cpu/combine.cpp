@@ -150,22 +150,16 @@ void sum_fp8(ElementType type, const char* const* partials, int32_t count, int32
   }
 }
 
-}  // namespace
+// The partial for token t of rank `src`.
+const char* partial_of(const CombineArgs& a, int32_t src, int32_t t) {
+  return a.expert_output.data + (static_cast<int64_t>(src) * a.tokens_per_rank + t) * a.expert_output.stride;
+}
 
-void combine(Communicator& comm, const CombineArgs& a) {
-  check_fits(comm, a);
-  const RankMask mask = comm.active_ranks(a.mask);
+// Steps 2 to 4.
+void send(Communicator& comm, const CombineArgs& a, const StepHeader& header, HostFence& fence) {
   const WindowShape& shape = comm.shape();
   const Window::Offsets& offsets = comm.offsets();
-  const Window own = comm.window(comm.rank());
-  const int64_t row_bytes = a.expert_output.bytes;
-  const auto partial_of = [&](int32_t src, int32_t t) {
-    return a.expert_output.data + (static_cast<int64_t>(src) * a.tokens_per_rank + t) * a.expert_output.stride;
-  };
-
-  HostFence fence(comm, OpKind::kCombine, mask, a.timeout_sec);
   fence.delay(DelayPoint::kBeforePut);
-  const StepHeader header = step_header(a);
   for (const int32_t peer : fence) {
     fence.await_reuse(peer);
     const Window window = comm.window(peer);
@@ -174,15 +168,24 @@ void combine(Communicator& comm, const CombineArgs& a) {
       if (slots[t] < 0 || slots[t] >= a.max_targets) continue;
       char* landing = window.landing(offsets, shape, t, slots[t]);
       if (shape.wire == CombineWire::kRows) {
-        std::memcpy(landing, partial_of(peer, t), static_cast<size_t>(row_bytes));
+        std::memcpy(landing, partial_of(a, peer, t), static_cast<size_t>(a.expert_output.bytes));
       } else {
-        encode_fp8(a.element_type, partial_of(peer, t), a.hidden_size, shape.wire == CombineWire::kFp8Plain, landing);
+        const bool plain = shape.wire == CombineWire::kFp8Plain;
+        encode_fp8(a.element_type, partial_of(a, peer, t), a.hidden_size, plain, landing);
       }
     }
     fence.delay(DelayPoint::kBeforeFlag);
     fence.signal(peer, header);
   }
+}
 
+// Steps 5 and 6.
+void take(Communicator& comm, const CombineArgs& a, const StepHeader& header, HostFence& fence) {
+  const WindowShape& shape = comm.shape();
+  const Window::Offsets& offsets = comm.offsets();
+  const Window own = comm.window(comm.rank());
+  const RankMask& mask = fence.mask();
+  const int64_t row_bytes = a.expert_output.bytes;
   fence.wait_all(header, [](int32_t, const StepHeader&) {});
   fence.delay(DelayPoint::kAfterFlags);
   const int32_t* targets = a.routing + static_cast<int64_t>(1 + comm.ep_size()) * a.tokens_per_rank;
@@ -195,7 +198,7 @@ void combine(Communicator& comm, const CombineArgs& a) {
       const int32_t rank = targets[static_cast<int64_t>(j) * a.tokens_per_rank + t];
       if (rank < 0 || rank >= comm.ep_size() || !HostFence::is_active(mask, rank)) continue;
       if (rank == comm.rank()) own_at = count;
-      partials[count++] = rank == comm.rank() ? partial_of(rank, t) : own.landing(offsets, shape, t, j);
+      partials[count++] = rank == comm.rank() ? partial_of(a, rank, t) : own.landing(offsets, shape, t, j);
     }
     char* out = a.out + t * a.out_stride;
     if (count > 0 && shape.wire != CombineWire::kRows) {
@@ -206,6 +209,17 @@ void combine(Communicator& comm, const CombineArgs& a) {
       std::memset(out, 0, static_cast<size_t>(row_bytes));
     }
   }
+}
+
+}  // namespace
+
+void combine(Communicator& comm, const CombineArgs& a) {
+  check_fits(comm, a);
+  const StepHeader header = step_header(a);
+  HostFence fence(comm, OpKind::kCombine, a, header);
+  if (a.phase != Phase::kWait) send(comm, a, header, fence);
+  if (a.phase == Phase::kStart) return fence.leave_to_wait(header, a.pending);
+  take(comm, a, header, fence);
 }
 
 }  // namespace moe_ep::cpu

@@ -83,39 +83,29 @@ class Receiver {
   int32_t rank_;
 };
 
-// Rows 1 + W .. of routing: the targets of every local token. `needed[t]` = some active peer gets token t.
+// Rows 1 + W .. of routing, where there is one: the targets of every local token. `needed[t]` = some active peer gets
+// token t.
 void route_local_tokens(const DispatchArgs& a, const std::vector<int32_t>& ids, const ExpertSplit& split,
                         const Communicator& comm, const RankMask& mask, std::vector<char>& needed) {
   const int32_t max_targets = std::min(a.top_k, comm.ep_size());
   const bool here = HostFence::is_active(mask, comm.rank());
-  int32_t* out = a.routing + static_cast<int64_t>(1 + comm.ep_size()) * a.tokens_per_rank;
+  int32_t* out = nullptr;
+  if (a.routing != nullptr) out = a.routing + static_cast<int64_t>(1 + comm.ep_size()) * a.tokens_per_rank;
   for (int32_t t = 0; t < a.tokens_per_rank; ++t) {
     int32_t targets[kMaxTopK];
     const int32_t count =
         t < a.num_tokens ? find_targets(ids.data() + static_cast<int64_t>(t) * a.top_k, a.top_k, split, targets) : 0;
     for (int32_t j = 0; j < max_targets; ++j) {
       const bool sent = j < count && here && HostFence::is_active(mask, targets[j]);
-      out[static_cast<int64_t>(j) * a.tokens_per_rank + t] = sent ? targets[j] : -1;
+      if (out != nullptr) out[static_cast<int64_t>(j) * a.tokens_per_rank + t] = sent ? targets[j] : -1;
       if (sent && targets[j] != comm.rank()) needed[static_cast<size_t>(t)] = 1;
     }
   }
 }
 
-}  // namespace
-
-void dispatch(Communicator& comm, const DispatchArgs& a) {
-  check_fits(comm, a);
-  const ExpertSplit split(a.num_experts, comm.ep_size());
-  const std::vector<int32_t> ids = sanitize_ids(a, split);
-  const RankMask mask = comm.active_ranks(a.mask);
-  std::vector<char> needed(static_cast<size_t>(a.num_tokens), 0);
-  route_local_tokens(a, ids, split, comm, mask, needed);
-
-  HostFence fence(comm, OpKind::kDispatch, mask, a.timeout_sec);
-  if (a.tokens_per_rank > 0) {
-    std::fill_n(a.routing, a.tokens_per_rank, 0);
-    a.routing[0] = static_cast<int32_t>(fence.round() & 0x7FFFFFFF);
-  }
+// Steps 2 to 4.
+void send(Communicator& comm, const DispatchArgs& a, const std::vector<int32_t>& ids, const std::vector<char>& needed,
+          const StepHeader& header, HostFence& fence) {
   fence.delay(DelayPoint::kBeforePut);
   for (const int32_t peer : fence) fence.await_reuse(peer);
 
@@ -132,7 +122,6 @@ void dispatch(Communicator& comm, const DispatchArgs& a) {
     }
   }
 
-  const StepHeader header = step_header(a);
   for (const int32_t peer : fence) {
     const Window window = comm.window(peer);
     std::copy(ids.begin(), ids.end(), window.ids(offsets, shape, comm.rank()));
@@ -145,7 +134,20 @@ void dispatch(Communicator& comm, const DispatchArgs& a) {
     fence.delay(DelayPoint::kBeforeFlag);
     fence.signal(peer, header);
   }
+}
 
+// Steps 5 and 6.
+void take(Communicator& comm, const DispatchArgs& a, const ExpertSplit& split, const std::vector<int32_t>& ids,
+          const StepHeader& header, HostFence& fence) {
+  const WindowShape& shape = comm.shape();
+  const Window::Offsets& offsets = comm.offsets();
+  const Window own = comm.window(comm.rank());
+  const int64_t scale_offset = round_up(a.hidden.bytes, 16);
+  const RankMask& mask = fence.mask();
+  if (a.tokens_per_rank > 0) {
+    std::fill_n(a.routing, a.tokens_per_rank, 0);
+    a.routing[0] = static_cast<int32_t>(fence.round() & 0x7FFFFFFF);
+  }
   const Receiver receiver(a, split, comm.rank());
   const Source none{{}, {}, {}, ids.data(), nullptr, 0};
   for (int32_t src = 0; src < comm.ep_size(); ++src) {
@@ -165,6 +167,21 @@ void dispatch(Communicator& comm, const DispatchArgs& a) {
                             own.eplb(offsets, shape, peer),
                             theirs.tokens});
   });
+}
+
+}  // namespace
+
+void dispatch(Communicator& comm, const DispatchArgs& a) {
+  check_fits(comm, a);
+  const ExpertSplit split(a.num_experts, comm.ep_size());
+  const std::vector<int32_t> ids = sanitize_ids(a, split);
+  std::vector<char> needed(static_cast<size_t>(a.num_tokens), 0);
+  const StepHeader header = step_header(a);
+  HostFence fence(comm, OpKind::kDispatch, a, header);
+  route_local_tokens(a, ids, split, comm, fence.mask(), needed);
+  if (a.phase != Phase::kWait) send(comm, a, ids, needed, header, fence);
+  if (a.phase == Phase::kStart) return fence.leave_to_wait(header, a.pending);
+  take(comm, a, split, ids, header, fence);
 }
 
 }  // namespace moe_ep::cpu

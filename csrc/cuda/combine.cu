@@ -26,9 +26,13 @@ __global__ void __launch_bounds__(kAloneThreads) combine_alone_kernel(const __gr
   const int32_t t = static_cast<int32_t>(p.plan.descending ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
   wait_for_predecessor();
   launch_dependents();
-  if (t == 0 && threadIdx.x == 0) atomicAdd(&p.comm.state->ticket, kTicket);
-  if (t >= a.num_tokens) return;
-  const bool active = !p.masked || ((a.mask.given ? a.mask.words[0] : p.comm.state->active[0]) & 1) != 0;
+  Progress before{};
+  if (t == 0 && threadIdx.x == 0) before = progress(p.comm);
+  const auto end = [&] {
+    if (t == 0 && threadIdx.x == 0) end_alone(p.comm, before, OpKind::kCombine, a.phase, a.pending);
+  };
+  if (t >= a.num_tokens) return end();
+  const bool active = !p.masked || (alone_mask(p.comm, a.mask, a.phase) & 1) != 0;
   const int32_t target = a.routing[2 * static_cast<int64_t>(a.tokens_per_rank) + t];
   const auto* from = reinterpret_cast<const Unit<BYTES>*>(a.expert_output.data + t * a.expert_output.stride);
   char* to = a.out + t * a.out_stride;
@@ -47,6 +51,7 @@ __global__ void __launch_bounds__(kAloneThreads) combine_alone_kernel(const __gr
       Wire::store(a, to, base + i * step, sum);
     }
   }
+  end();
 }
 
 template <class T>
@@ -137,12 +142,17 @@ void combine(Communicator& comm, const CombineArgs& args, void* stream) {
   // Pieces begin where a block of FP8 codes does.
   p.piece_units = static_cast<int32_t>(round_up(p.plan.piece_bytes, kFp8Block * itemsize) / unit);
   if (alone) {
+    if (args.phase == Phase::kStart) {
+      return start_alone(comm, OpKind::kCombine, args.mask, args.timeout_sec, args.pending, stream);
+    }
     launch(alone_kernel_of(args.element_type, wide), std::max(1, args.num_tokens), alone_threads(p.units), &p, end.pdl,
            stream, "combine");
     return;
   }
-  launch(kernel_of(args.element_type, fp8, wide, mask), p.plan.blocks(), p.plan.threads, &p, end.pdl, stream,
-         "combine");
+  const void* kernel = args.phase == Phase::kWhole
+                           ? kernel_of(args.element_type, fp8, wide, mask)
+                           : combine_phase_kernel(args.phase, args.element_type, fp8, wide, mask);
+  launch(kernel, p.plan.blocks(), p.plan.threads, &p, end.pdl, stream, op_name(OpKind::kCombine, args.phase));
 }
 
 }  // namespace moe_ep::cuda

@@ -206,6 +206,29 @@ class CombineBlock {
   __device__ void run() {
     transport_.begin(a_.mask);
     const StepHeader header = step_header(a_);  // whole in every block: a long wait compares headers
+    send(header);
+    if (early_) launch_dependents();  // the block has put everything
+    take(header);
+    transport_.end();
+  }
+
+  // The same in two kernels.
+  __device__ void start() {
+    transport_.begin(a_.mask, Phase::kStart);
+    send(step_header(a_));
+    if (early_) launch_dependents();
+    transport_.leave_to_wait(a_.pending);
+  }
+  __device__ void wait() {
+    transport_.resume(a_.pending);
+    if (early_) launch_dependents();
+    take(step_header(a_));
+    transport_.end(kPhase);
+  }
+
+ private:
+  // Step 1.
+  __device__ void send(const StepHeader& header) {
     if constexpr (Transport::kCounted) {
       __syncthreads();
       transport_.await_reuse();
@@ -221,7 +244,10 @@ class CombineBlock {
       put([] {});
       if (early_) __syncthreads();
     }
-    if (early_) launch_dependents();  // the block has put everything
+  }
+
+  // Steps 2 and 3.
+  __device__ void take(const StepHeader& header) {
     list_partials(0);  // while the flags travel
     transport_.await(static_cast<int32_t>(blockIdx.x), header);
     if constexpr (Transport::kCounted) transport_.await_rows();
@@ -235,10 +261,8 @@ class CombineBlock {
     }
     transport_.check_headers(header);
     if constexpr (Transport::kCounted) transport_.finish_puts();
-    transport_.end();
   }
 
- private:
   __device__ int32_t share_of(int32_t n) const { return n > group_ ? divide(n - group_ + groups_ - 1, groups_) : 0; }
   // The i-th of the first n tokens of the group that this kernel takes. From the last to the first where the plan says
   // so: what the kernels before wrote last is what the cache still holds.

@@ -50,8 +50,8 @@ std::vector<const void*> counted_dispatch_kernels(CountedPuts puts) {
 }
 
 bool takes_counted(const Communicator& comm, const DispatchArgs& args) {
-  return args.tokens_per_rank <= comm.shape().counted_tokens && args.hidden.bytes % kCountedAlignment == 0 &&
-         args.scale.bytes % kCountedAlignment == 0 && comm.ep_size() > 1;
+  return args.phase == Phase::kWhole && args.tokens_per_rank <= comm.shape().counted_tokens &&
+         args.hidden.bytes % kCountedAlignment == 0 && args.scale.bytes % kCountedAlignment == 0 && comm.ep_size() > 1;
 }
 
 void counted_dispatch(Communicator& comm, const DispatchArgs& args, void* stream) {

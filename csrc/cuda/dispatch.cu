@@ -26,13 +26,13 @@ __global__ void __launch_bounds__(kAloneThreads) dispatch_alone_kernel(const __g
   const int32_t t = static_cast<int32_t>(blockIdx.x), k = static_cast<int32_t>(threadIdx.x);
   wait_for_predecessor();
   launch_dependents();
-  const bool active = !p.masked || ((a.mask.given ? a.mask.words[0] : c.state->active[0]) & 1) != 0;
+  const bool active = !p.masked || (alone_mask(c, a.mask, a.phase) & 1) != 0;
   const bool holds = active && t < a.num_tokens;
   const bool turn = k < a.top_k && t < a.tokens_per_rank;
   int32_t id = a.invalid_expert_id;
   if (turn && t < a.num_tokens) id = sanitised_id(a, t, k);
-  uint64_t round = 0;
-  if (t == 0 && k == 0) round = *reinterpret_cast<volatile unsigned long long*>(&c.state->ticket) / kTicket + 1;
+  Progress before{};
+  if (t == 0 && k == 0) before = progress(c);
   if (holds) {
     const char* from = a.hidden.data + t * a.hidden.stride;
     char* to = a.out_hidden + t * a.hidden.bytes;
@@ -48,14 +48,14 @@ __global__ void __launch_bounds__(kAloneThreads) dispatch_alone_kernel(const __g
     copy_row_bytes(a.out_weights + t * a.weights.bytes,
                    here && active ? a.weights.data + t * a.weights.stride : nullptr, a.weights.bytes, k, 32);
     if (k == 0) {
-      a.routing[t] = t == 0 ? static_cast<int32_t>(round & 0x7FFFFFFF) : 0;
+      a.routing[t] = t == 0 ? static_cast<int32_t>((before.rounds + 1) & 0x7FFFFFFF) : 0;
       a.routing[a.tokens_per_rank + t] = here && active ? 0 : -1;
       a.routing[2 * static_cast<int64_t>(a.tokens_per_rank) + t] = here && active ? 0 : -1;
     }
   }
   if (t == 0) {
     for (int32_t i = k; i < a.num_eplb; i += static_cast<int32_t>(blockDim.x)) a.out_eplb[i] = active ? a.eplb[i] : 0;
-    if (k == 0) atomicAdd(&c.state->ticket, kTicket);
+    if (k == 0) end_alone(c, before, OpKind::kDispatch, a.phase, a.pending);
   }
 }
 
@@ -91,13 +91,19 @@ void dispatch(Communicator& comm, const DispatchArgs& args, void* stream) {
                                           args.hidden.bytes, reinterpret_cast<int64_t>(args.out_hidden)});
   const int unit = alignment >= 16 ? 16 : alignment >= 4 ? 4 : 1;
   if (comm.ep_size() == 1) {
+    if (args.phase == Phase::kStart) {
+      return start_alone(comm, OpKind::kDispatch, args.mask, args.timeout_sec, args.pending, stream);
+    }
     const void* kernel = dispatch_alone_kernels()[unit == 16 ? 0 : unit == 4 ? 1 : 2];
     launch(kernel, std::max(1, args.tokens_per_rank), alone_threads(args.hidden.bytes / unit), &p, end.pdl, stream,
            "dispatch");
     return;
   }
-  const void* kernel = unit == 16 ? kernel_of<16>(mask) : unit == 4 ? kernel_of<4>(mask) : kernel_of<1>(mask);
-  launch(kernel, p.plan.blocks(), p.plan.threads, &p, end.pdl, stream, "dispatch");
+  const void* kernel = args.phase != Phase::kWhole ? dispatch_phase_kernel(args.phase, unit, mask)
+                       : unit == 16                ? kernel_of<16>(mask)
+                       : unit == 4                 ? kernel_of<4>(mask)
+                                                   : kernel_of<1>(mask);
+  launch(kernel, p.plan.blocks(), p.plan.threads, &p, end.pdl, stream, op_name(OpKind::kDispatch, args.phase));
 }
 
 }  // namespace moe_ep::cuda

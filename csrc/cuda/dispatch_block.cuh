@@ -61,13 +61,39 @@ class DispatchBlock {
 
   __device__ void run() {
     transport_.begin(a_.mask);
-    stage_rows();
     const StepHeader header = step_header(a_);
+    send(header);
+    if (early_) launch_dependents();  // the block has put everything
+    take(header);
+    transport_.end();
+  }
+
+  // The same in two kernels.
+  __device__ void start() {
+    transport_.begin(a_.mask, Phase::kStart);
+    send(step_header(a_));
+    if (early_) launch_dependents();
+    transport_.leave_to_wait(a_.pending);
+  }
+  __device__ void wait() {
+    transport_.resume(a_.pending);
+    if (early_) launch_dependents();
+    take(step_header(a_));
+    transport_.end(kPhase);
+  }
+
+ private:
+  // Steps 1 and 2.
+  __device__ void send(const StepHeader& header) {
+    stage_rows();
     transport_.put_header(header);
     if constexpr (Transport::kCounted) transport_.announce(static_cast<int64_t>(units_) * BYTES + own_scale_bytes());
     transport_.signal(a_.num_tokens);  // holds a barrier
     if constexpr (Transport::kCounted) put_rows();
-    if (early_) launch_dependents();  // the block has put everything
+  }
+
+  // Steps 3 to 5.
+  __device__ void take(const StepHeader& header) {
     if (threadIdx.x == 0) shared_.fence.tokens[c_.rank] = transport_.is_active(c_.rank) ? a_.num_tokens : 0;
     // Own rows while the flags travel, where they are worth a pass of their own.
     const bool own_first = static_cast<int64_t>(own_tokens_) * units_ * BYTES >= kOwnFirstBytes;
@@ -82,17 +108,15 @@ class DispatchBlock {
     transport_.check_headers(header);
     gather_eplb();
     if constexpr (Transport::kCounted) transport_.finish_puts();
-    transport_.end();
   }
 
- private:
   // Tokens of this block's group among the first n.
   __device__ int32_t share_of(int32_t n) const { return n > group_ ? divide(n - group_ + groups_ - 1, groups_) : 0; }
   __device__ int32_t token(int32_t i) const { return group_ + i * groups_; }
 
   __device__ int32_t own_id(int32_t t, int32_t k) const { return sanitised_id(a_, t, k); }
 
-  // Steps 1 and 2. Own rows into the own window, and piece 0 the ids, weights and statistics of the group to all peers:
+  // Own rows into the own window, and piece 0 the ids, weights and statistics of the group to all peers:
   // for that, warps form a team per peer, as far as they go.
   __device__ void stage_rows() {
     const Window own = transport_.own();

@@ -198,8 +198,9 @@ std::vector<const void*> lamport_combine_kernels() {
 
 bool takes_lamport(const Communicator& comm, const CombineArgs& args) {
   const WindowShape& shape = comm.shape();
-  return args.tokens_per_rank <= shape.lamport_tokens && comm.ep_size() > 1 && shape.wire == CombineWire::kRows &&
-         args.element_type != ElementType::kFloat64 && args.expert_output.bytes % 4 == 0;
+  return args.phase == Phase::kWhole && args.tokens_per_rank <= shape.lamport_tokens && comm.ep_size() > 1 &&
+         shape.wire == CombineWire::kRows && args.element_type != ElementType::kFloat64 &&
+         args.expert_output.bytes % 4 == 0;
 }
 
 void lamport_combine(Communicator& comm, const CombineArgs& args, void* stream) {

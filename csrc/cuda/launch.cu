@@ -63,15 +63,15 @@ int32_t resident_blocks(int32_t device_index, CountedPuts counted) {
       per_sm = std::min(per_sm, blocks);
     }
   };
-  for (const auto& kernels :
-       {dispatch_kernels(), combine_kernels(), lamport_dispatch_kernels(), lamport_combine_kernels()}) {
+  for (const auto& kernels : {dispatch_kernels(), combine_kernels(), dispatch_phase_kernels(), combine_phase_kernels(),
+                              lamport_dispatch_kernels(), lamport_combine_kernels()}) {
     look_at(kernels, 0);
   }
   if (counted != CountedPuts::kNone) {
     look_at(counted_dispatch_kernels(counted), kSlicesBytes);
     look_at(counted_combine_kernels(counted), kSlicesBytes);
   }
-  for (const auto& kernels : {dispatch_alone_kernels(), combine_alone_kernels()}) {
+  for (const auto& kernels : {dispatch_alone_kernels(), combine_alone_kernels(), start_alone_kernels()}) {
     for (const void* kernel : kernels) {
       cudaFuncAttributes attributes{};
       check_runtime(cudaFuncGetAttributes(&attributes, kernel), "loading a kernel");
@@ -154,7 +154,7 @@ uint64_t DeviceEnd::rounds() const {
   const OnDevice on(device_index_);
   unsigned long long ticket = 0;
   check_runtime(cudaMemcpy(&ticket, &state_->ticket, sizeof ticket, cudaMemcpyDeviceToHost), "cudaMemcpy of the round");
-  return ticket >> 16;
+  return (ticket + (1ull << 15)) >> 16;  // a started one counts
 }
 
 DeviceComm DeviceEnd::comm(const Communicator& owner, int64_t timeout_sec) const {
@@ -205,6 +205,7 @@ std::string DeviceEnd::failure_text(const Communicator& owner) const {
   switch (*const_cast<const volatile int32_t*>(&r.what)) {
     case PostMortem::kNothing: return "";
     case PostMortem::kDisagree: return disagreement_text(owner, kind, round, r.peer, r.field, r.mine, r.theirs);
+    case PostMortem::kMisused: return misuse_text(owner, kind, static_cast<Phase>(r.peer), r.field, round, r.mine);
     case PostMortem::kNoFlag: return timeout_text(owner, kind, round, r.peer, "flag", r.timeout_sec);
     case PostMortem::kNoHeader: return timeout_text(owner, kind, round, r.peer, "header", r.timeout_sec);
     case PostMortem::kNotPut:
@@ -223,7 +224,9 @@ std::string DeviceEnd::failure_text(const Communicator& owner) const {
 void DeviceEnd::raise_failure(const Communicator& owner, OpKind next) {
   const std::string text = failure_text(owner);
   if (text.empty()) return;
-  if (post_mortem_->what != PostMortem::kDisagree) throw TimeoutError(unusable_text(owner, next, text));
+  if (post_mortem_->what != PostMortem::kDisagree && post_mortem_->what != PostMortem::kMisused) {
+    throw TimeoutError(unusable_text(owner, next, text));
+  }
   const OnDevice on(device_index_);
   *post_mortem_ = PostMortem{};
   check_runtime(cudaMemset(&state_->failed, 0, sizeof state_->failed), "cudaMemset of the failure word");

@@ -33,8 +33,18 @@ std::vector<const void*> lamport_dispatch_kernels();
 std::vector<const void*> lamport_combine_kernels();
 std::vector<const void*> counted_dispatch_kernels(CountedPuts puts);
 std::vector<const void*> counted_combine_kernels(CountedPuts puts);
+std::vector<const void*> dispatch_phase_kernels();
+std::vector<const void*> combine_phase_kernels();
 std::vector<const void*> dispatch_alone_kernels();
 std::vector<const void*> combine_alone_kernels();
+std::vector<const void*> start_alone_kernels();
+
+// The kernel of a start or a wait. unit_bytes: 16, 4 or 1 in a dispatch; in a combine `wide` as for the whole op.
+const void* dispatch_phase_kernel(Phase phase, int64_t unit_bytes, bool mask);
+const void* combine_phase_kernel(Phase phase, ElementType type, bool fp8, bool wide, bool mask);
+// A start on a rank without peers, where there is nothing to send.
+void start_alone(Communicator& comm, OpKind kind, const RankMask& mask, int64_t timeout_sec, int64_t* pending,
+                 void* stream);
 
 // One short row by `lanes` threads, this one the k-th; zeros where there is no source.
 __device__ __forceinline__ void copy_row_bytes(char* to, const char* from, int64_t bytes, int32_t k, int32_t lanes) {

@@ -18,22 +18,23 @@ constexpr int kThreads = 256;    // of a block; two blocks share an SM
 // Device memory of one rank that no peer sees. All state that changes from round to round is here and is advanced by
 // the kernels, so that captured graphs replay in any order.
 struct DeviceState {
-  unsigned long long ticket;            // see DeviceFence::begin
+  unsigned long long ticket;            // csrc/transport/round.cuh
   unsigned char kinds[4];               // op kind of round n at [n mod 4]
   unsigned int failed;                  // taken by the first thread that writes the post-mortem record
   unsigned long long active[kMaskWords];
+  unsigned long long started_active[kMaskWords];  // of a start that is without its wait
 };
 
 // Written by a kernel into host memory when a wait outlives its deadline (then it traps) or ranks disagree (then it
 // goes on). Host-mapped memory that does not belong to the CUDA context, so it can be read after the trap.
 struct PostMortem {
-  enum What : int32_t { kNothing = 0, kNoFlag, kNoDone, kNoHeader, kNoRows, kNotPut, kPutFailed, kDisagree };
+  enum What : int32_t { kNothing = 0, kNoFlag, kNoDone, kNoHeader, kNoRows, kNotPut, kPutFailed, kDisagree, kMisused };
   int32_t what;
   int32_t op;
   int64_t round;
-  int32_t peer;
-  int32_t field;        // kDisagree: index into kHeaderFields, or -1: the op itself
-  int64_t mine, theirs; // kDisagree
+  int32_t peer;         // kMisused: the Phase of the op
+  int32_t field;  // kDisagree: index into kHeaderFields, or -1: the op itself; kMisused: what was started, or 0
+  int64_t mine, theirs;  // kDisagree; mine of kMisused: the round in `pending`
   int64_t timeout_sec;
 };
 
@@ -51,11 +52,11 @@ struct Plan {
 };
 
 struct DeviceComm {
-  char* const* windows;   // [W] base addresses, in device memory
+  char* const* windows;  // [W] base addresses, in device memory
   char* own_window;
   DeviceState* state;
   PostMortem* post_mortem;
-  unsigned long long* sent;   // [W, kCountedBlocks] bytes that counted writes have put at each rank, by block
+  unsigned long long* sent;  // [W, kCountedBlocks] bytes that counted writes have put at each rank, by block
   const uint32_t* endpoints;  // [W] logical endpoints of the windows
   WindowShape shape;
   Window::Offsets offsets;
@@ -115,7 +116,8 @@ int32_t resident_blocks(int32_t device_index, CountedPuts counted = CountedPuts:
 void dispatch(Communicator& comm, const DispatchArgs& args, void* stream);
 void combine(Communicator& comm, const CombineArgs& args, void* stream);
 
-// Whether a step goes through the Lamport transport; the same on all ranks that agree about the step.
+// Whether a step goes through the Lamport transport; the same on all ranks that agree about the step. One of two ops
+// never does: the fence alone has a place between what is sent and what is awaited.
 bool takes_lamport(const Communicator& comm, const DispatchArgs& args);
 bool takes_lamport(const Communicator& comm, const CombineArgs& args);
 void lamport_dispatch(Communicator& comm, const DispatchArgs& args, void* stream);

@@ -16,15 +16,25 @@
 // Order. All threads of a block store with weak stores; the barrier orders them before one warp's fence.acq_rel.sys,
 // which orders them before that warp's relaxed flag stores (release pattern, cumulativity). A polling thread loads the
 // flag with ld.acquire.sys; the barrier after it orders every thread's later loads.
+//
+// A start and its wait are two kernels with the same plan; the boundary between them is one between kernels of a rank,
+// as that between two rounds is. The mask of the round is kept in device memory by the start.
 #pragma once
 
 #include "csrc/transport/round.cuh"
 
 namespace moe_ep::cuda {
 
+// What a round finds when it begins.
+enum class Before : int32_t {
+  kOtherKind,  // the round before was of another kind
+  kSameKind,
+  kMisuse  // the op does not follow from what was started
+};
+
 struct FenceShared {
   uint64_t round;
-  int32_t same_kind;  // the round before was of this kind
+  Before before;
   RoundShared of_round;
   int32_t tokens[kMaxRanks];  // T of each peer of this round; 0 for a masked or disagreeing one
   StepHeader headers[kMaxRanks];  // block 0: of the peers
@@ -45,16 +55,36 @@ class DeviceFence : public DeviceRound<MASK> {
   __device__ DeviceFence(const DeviceComm& comm, OpKind kind, FenceShared& shared)
       : Base(comm, kind, shared.of_round), shared_(shared) {}
 
-  // After the predecessor has ended.
-  __device__ void begin(const RankMask& mask) {
+  // After the predecessor has ended. A round, or its start.
+  __device__ void begin(const RankMask& mask, Phase phase = Phase::kWhole) {
+    phase_ = phase;
     Base::load_mask(mask);
     if (threadIdx.x == 0) {
       const uint32_t kinds = *reinterpret_cast<volatile uint32_t*>(comm_.state->kinds);
-      const uint64_t before = rounds_completed(comm_);
-      shared_.round = before + 1;
-      shared_.same_kind = (kinds >> 8 * (before & 3) & 0xFF) == static_cast<uint32_t>(kind_);
-      if (blockIdx.x == 0) note_kind(comm_, shared_.round, static_cast<uint32_t>(kind_));
+      const Progress before = progress(comm_);
+      shared_.round = before.rounds + 1;
+      const bool same = (kinds >> 8 * (before.rounds & 3) & 0xFF) == static_cast<uint32_t>(kind_);
+      shared_.before = before.started ? Before::kMisuse : same ? Before::kSameKind : Before::kOtherKind;
+      if (blockIdx.x == 0 && !before.started) note_kind(comm_, shared_.round, static_cast<uint32_t>(kind_));
     }
+  }
+
+  // The same for a wait: the round of its start goes on. Holds a barrier.
+  __device__ void resume(const int64_t* pending) {
+    Base::load_started_mask();
+    if (threadIdx.x == 0) {
+      const Progress before = progress(comm_);
+      shared_.round = before.rounds + 1;
+      shared_.before = follows(comm_, before, kind_, Phase::kWait, pending) ? Before::kOtherKind : Before::kMisuse;
+    }
+    __syncthreads();
+    if (shared_.before == Before::kMisuse) Base::refuse(Phase::kWait, pending);
+  }
+
+  // Ends a start. `pending`: [1], what the wait has to bring.
+  __device__ void leave_to_wait(int64_t* pending) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) *pending = static_cast<int64_t>(round());
+    Base::end(kPhase);
   }
 
   // Valid after the first barrier that follows begin().
@@ -63,7 +93,10 @@ class DeviceFence : public DeviceRound<MASK> {
   // Steps 1 and 2. Every thread of the block calls it, after a barrier.
   __device__ void await_reuse() {
     Base::delay(DelayPoint::kBeforePut);
-    if (!MASK && !shared_.same_kind) return;
+    if (!MASK && shared_.before == Before::kOtherKind) return;
+    if (shared_.before == Before::kMisuse) Base::refuse(phase_);
+    if (phase_ == Phase::kStart) Base::keep_started_mask();
+    const bool same_kind = shared_.before == Before::kSameKind;
     if (blockIdx.x == 0) {
       for (int32_t p = static_cast<int32_t>(threadIdx.x); p < comm_.ep_size; p += static_cast<int32_t>(blockDim.x)) {
         if (!is_peer(p)) continue;
@@ -72,8 +105,8 @@ class DeviceFence : public DeviceRound<MASK> {
       }
     }
     // With masks and another kind before, the round before that is the last that can matter.
-    const uint64_t last = shared_.same_kind ? round() - 1 : round() - 2;
-    if (round() > 2 || shared_.same_kind) {
+    const uint64_t last = same_kind ? round() - 1 : round() - 2;
+    if (round() > 2 || same_kind) {
       for (int32_t p = static_cast<int32_t>(threadIdx.x); p < comm_.ep_size; p += static_cast<int32_t>(blockDim.x)) {
         if (!is_peer(p)) continue;
         const uint64_t* word = own().done(comm_.offsets, p);
@@ -172,6 +205,7 @@ class DeviceFence : public DeviceRound<MASK> {
   }
 
   FenceShared& shared_;
+  Phase phase_ = Phase::kWhole;
 };
 
 }  // namespace moe_ep::cuda

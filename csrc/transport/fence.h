@@ -29,6 +29,27 @@
 //   rank 0: now writes B into its stage. Without step 2 rank 1 could have read B as round 1's rows.
 //   (tests/test_protocol.py runs exactly this, with rank 1 held up between its flags and its gets.)
 // A masked rank is neither sent to nor awaited, in any step.
+//
+// Two ops for one round: a start is steps 1 to 4, its wait steps 5 and 6. Nothing above bounds the time between steps 4
+// and 5, so what holds for a rank that is slow there holds for one that computes there:
+//   Peers may end round n and begin round n+1. If that is of the same kind, step 2 holds them until done >= n, which
+//   this rank posts in its own round n+1, so after its wait. If it is of the other kind, it writes what this rank's
+//   wait does not read: a combine writes landing slots, a dispatch the stages of peers (which they reuse after done >=
+//   the dispatch before, posted by this rank after that dispatch's wait), ids and weights; flags and headers have the
+//   other parity. They cannot begin round n+2: it needs this rank's flag n+1. This rank itself must not begin another
+//   round before the wait: it would write into the stage that peers still read. So every other op is refused in
+//   between. It must leave the inputs as they are: rows of the own rank are taken from them by the wait.
+// Example, W = 2, rank 1 computes between dispatch_start and dispatch_wait (round 1), then combine (round 2), and
+// dispatch (round 3):
+//   rank 1: stage X, flag 1 to rank 0; computes.
+//   rank 0: stage A, flag 1; sees flag 1, gets X, returns. Round 2: puts its partial for x into rank 1's landing, flag
+//   2
+//           in slot 0; waits for rank 1's flag 2. Rank 1's ids, flag 1 in slot 1, and A are untouched.
+//   rank 1: waits: sees flag 1, gets A, takes its own rows from its input. Round 2: done[1] := 1, flag 2.
+//   rank 0: round 3: writes B over A: rank 1's flag 2 said that it has completed round 1.
+//   With dispatch as round 2 rank 0 waits in step 2 until rank 1's done[1] = 1: B cannot come before A was read.
+//   (tests/test_overlap.py runs both.)
+// All ranks make a step of the same number of ops; headers carry it.
 #pragma once
 
 #include <algorithm>
@@ -47,37 +68,61 @@ std::string disagreement_text(const Communicator& comm, OpKind kind, uint64_t ro
 std::string timeout_text(const Communicator& comm, OpKind kind, uint64_t round, int32_t peer, const std::string& what,
                          int64_t timeout_sec);
 std::string unusable_text(const Communicator& comm, OpKind kind, const std::string& failure);
+// An op that does not follow from what was started: `started` is the op kind of the round that has been, or 0.
+std::string misuse_text(const Communicator& comm, OpKind kind, Phase phase, int32_t started, uint64_t round,
+                        int64_t pending);
 
 class HostFence {
  public:
-  // Step 1. Throws when the communicator is in use by another thread or failed before.
-  HostFence(Communicator& comm, OpKind kind, const RankMask& mask, int64_t timeout_sec)
-      : comm_(comm), state_(comm.host()), kind_(kind), deadline_(timeout_sec) {
+  // Step 1, or the return to a started round. Throws when the communicator is in use by another thread, failed before,
+  // or is not in the state that the op follows from.
+  template <class Args>
+  HostFence(Communicator& comm, OpKind kind, const Args& args, const StepHeader& header)
+      : comm_(comm),
+        state_(comm.host()),
+        kind_(kind),
+        phase_(args.phase),
+        mask_(comm.active_ranks(args.mask)),
+        deadline_(args.timeout_sec) {
     const std::string failure = state_.failure();
     if (!failure.empty()) throw Error(unusable_text(comm, kind, failure));
     bool expected = false;
     if (!state_.busy.compare_exchange_strong(expected, true)) {
-      throw ArgumentError(std::string(op_name(kind)) + ": communicator '" + comm.name() +
+      throw ArgumentError(std::string(op_name(kind, phase_)) + ": communicator '" + comm.name() +
                           "' is in use by another thread; calls that run at once need two communicators");
     }
-    round_ = ++state_.round;
-    if (is_active(mask, comm.rank())) {
+    const std::string misuse = find_misuse(header, phase_ == Phase::kWait ? *args.pending : 0);
+    if (!misuse.empty()) {
+      state_.busy.store(false);
+      throw ArgumentError(misuse);
+    }
+    if (phase_ == Phase::kWait) {
+      round_ = state_.started.round;
+      mask_ = state_.started.mask;
+    } else {
+      round_ = ++state_.round;
+    }
+    if (is_active(mask_, comm.rank())) {
       for (int32_t i = 1; i < comm.ep_size(); ++i) {
         const int32_t peer = (comm.rank() + i) % comm.ep_size();  // staggered, so that ranks do not convoy
-        if (is_active(mask, peer)) peers_[num_peers_++] = peer;
+        if (is_active(mask_, peer)) peers_[num_peers_++] = peer;
       }
     }
-    for (const int32_t* p = begin(); p != end(); ++p) {
+    for (const int32_t* p = begin(); p != end() && phase_ != Phase::kWait; ++p) {
       store_release(comm.window(*p).done(comm.offsets(), comm.rank()), round_ - 1);
     }
   }
-  ~HostFence() { state_.busy.store(false); }
+  ~HostFence() {
+    if (phase_ == Phase::kWait) state_.started.round = 0;
+    state_.busy.store(false);
+  }
   HostFence(const HostFence&) = delete;
   HostFence& operator=(const HostFence&) = delete;
 
   static bool is_active(const RankMask& mask, int32_t rank) { return mask.words[rank / 64] >> (rank % 64) & 1; }
 
   uint64_t round() const { return round_; }
+  const RankMask& mask() const { return mask_; }  // a wait's is that of its start
   const int32_t* begin() const { return peers_; }  // the active peers, this rank not among them
   const int32_t* end() const { return peers_ + num_peers_; }
 
@@ -100,6 +145,15 @@ class HostFence {
     *window.header(comm_.offsets(), comm_.shape(), round_, comm_.rank()) = header;
     store_release(window.flag(comm_.offsets(), comm_.shape(), round_, comm_.rank()),
                   make_flag(round_, static_cast<int32_t>(kind_), header.tokens));
+  }
+
+  // Ends a start.
+  void leave_to_wait(const StepHeader& header, int64_t* pending) {
+    *pending = static_cast<int64_t>(round_);
+    state_.started.kind = kind_;
+    state_.started.mask = mask_;
+    state_.started.header = header;
+    state_.started.round = round_;
   }
 
   // Step 5. Calls arrived(peer, header) for each peer in order of arrival. A peer whose header does not agree with
@@ -151,12 +205,17 @@ class HostFence {
     throw TimeoutError(failure);
   }
 
+  // Why the op does not follow from what was started, or "".
+  std::string find_misuse(const StepHeader& header, int64_t pending) const;
+
   // Empty when the two ranks agree about the step, else one sentence with both ranks and both values.
   std::string compare(const StepHeader& mine, const StepHeader& theirs, int32_t peer, int32_t their_kind) const;
 
   Communicator& comm_;
   Communicator::HostState& state_;
   OpKind kind_;
+  Phase phase_;
+  RankMask mask_;
   Deadline deadline_;
   uint64_t round_ = 0;
   int32_t peers_[kMaxRanks];

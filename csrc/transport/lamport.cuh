@@ -37,7 +37,9 @@ class DeviceLamport : public DeviceRound<MASK> {
   __device__ void begin(const RankMask& mask) {
     Base::load_mask(mask);
     __syncthreads();
-    round_ = rounds_completed(comm_) + 1;
+    const Progress before = progress(comm_);
+    round_ = before.rounds + 1;
+    if (before.started) Base::refuse(Phase::kWhole);
   }
   __device__ uint64_t round() const { return round_; }
   __device__ uint32_t tag() const { return lamport_tag(round_); }

@@ -8,6 +8,10 @@
 // added its own share. Example, kTicket = 65536, 3 blocks, 2 rounds completed: the ticket is 131072. Block 1 ends
 // first: 131073; block 0: 196607; block 2 begins only now, finds 196607 / 65536 = 2 and runs round 3 like the others;
 // it ends: 196608 = 3 * 65536.
+// A start and its wait add half a round each, so the ticket also tells a kernel whether a start is without its wait:
+// after a start of round 4 it is 196608 + 32768. No other kernel may run then (csrc/transport/fence.h): one that finds
+// itself there leaves a record and ends without having done anything, and so does a wait that finds no start. All
+// blocks of a launch decide alike, for none of them changes the answer before it ends.
 //
 // Rounds of all transports of a communicator share the counter and the history of kinds. Each of them lets no rank end
 // round n before it has heard in round n from every peer, so a rank in round n + 1 knows that its peers have completed
@@ -20,7 +24,8 @@
 
 namespace moe_ep::cuda {
 
-constexpr unsigned long long kTicket = 1ull << 16;
+constexpr unsigned long long kTicket = 1ull << 16;  // a round
+constexpr unsigned long long kPhase = kTicket / 2;  // a start, or its wait
 
 // How a round is noted in DeviceState::kinds: fence rounds by their OpKind, which step 2 of the fence asks for.
 constexpr uint32_t kLamportRound = 3;
@@ -31,15 +36,71 @@ __device__ __forceinline__ void hold_up(int64_t cycles) {
   while (clock64() - start < cycles) __nanosleep(200);
 }
 
-// Nobody waits for the sum.
-__device__ __forceinline__ void add_ticket(const DeviceComm& comm) {
-  atomicAdd(&comm.state->ticket, blockIdx.x == 0 ? kTicket - (gridDim.x - 1) : 1ull);
+// Of the launch, all blocks together: kTicket or kPhase. Nobody waits for the sum.
+__device__ __forceinline__ void add_ticket(const DeviceComm& comm, unsigned long long of_launch) {
+  atomicAdd(&comm.state->ticket, blockIdx.x == 0 ? of_launch - (gridDim.x - 1) : 1ull);
 }
-__device__ __forceinline__ uint64_t rounds_completed(const DeviceComm& comm) {
-  return *reinterpret_cast<volatile unsigned long long*>(&comm.state->ticket) / kTicket;
+// What was done before this kernel.
+struct Progress {
+  uint64_t rounds;  // completed
+  bool started;  // a start is without its wait
+};
+__device__ __forceinline__ Progress progress(const DeviceComm& comm) {
+  const unsigned long long ticket = *reinterpret_cast<volatile unsigned long long*>(&comm.state->ticket);
+  return {ticket / kTicket, (ticket / kPhase & 1) != 0};
 }
 __device__ __forceinline__ void note_kind(const DeviceComm& comm, uint64_t round, uint32_t kind) {
   *const_cast<volatile unsigned char*>(&comm.state->kinds[round & 3]) = static_cast<unsigned char>(kind);
+}
+
+// The OpKind of the start that is without its wait, or 0.
+__device__ __forceinline__ int32_t started_kind(const DeviceComm& comm, const Progress& before) {
+  return before.started ? *const_cast<volatile unsigned char*>(&comm.state->kinds[(before.rounds + 1) & 3]) : 0;
+}
+// Whether an op follows from that. `pending`: of a wait.
+__device__ __forceinline__ bool follows(const DeviceComm& comm, const Progress& before, OpKind kind, Phase phase,
+                                        const int64_t* pending) {
+  if (phase != Phase::kWait) return !before.started;
+  return started_kind(comm, before) == static_cast<int32_t>(kind) &&
+         *pending == static_cast<int64_t>(before.rounds + 1);
+}
+
+// The first record stays until the host has read it.
+__device__ __forceinline__ void record(const DeviceComm& comm, OpKind kind, uint64_t round, int32_t peer,
+                                       PostMortem::What what, int32_t field, int64_t mine, int64_t theirs) {
+  if (atomicCAS(&comm.state->failed, 0u, 1u) != 0u) {
+    // Let the first one finish before this one traps.
+    if (what != PostMortem::kDisagree && what != PostMortem::kMisused) __nanosleep(1000000);
+    return;
+  }
+  volatile PostMortem* out = comm.post_mortem;
+  out->op = static_cast<int32_t>(kind);
+  out->round = static_cast<int64_t>(round);
+  out->peer = peer;
+  out->field = field;
+  out->mine = mine;
+  out->theirs = theirs;
+  out->timeout_sec = comm.timeout_sec;
+  fence_sys();
+  out->what = what;
+  fence_sys();
+}
+// By one thread of the launch.
+__device__ __forceinline__ void record_misuse(const DeviceComm& comm, const Progress& before, OpKind kind, Phase phase,
+                                              const int64_t* pending) {
+  record(comm, kind, before.rounds + 1, static_cast<int32_t>(phase), PostMortem::kMisused, started_kind(comm, before),
+         phase == Phase::kWait ? *pending : 0, 0);
+}
+
+// A rank without peers: the mask of an op, and its end, by one thread that has called progress() before.
+__device__ __forceinline__ uint64_t alone_mask(const DeviceComm& comm, const RankMask& mask, Phase phase) {
+  if (phase == Phase::kWait) return comm.state->started_active[0];
+  return mask.given ? mask.words[0] : comm.state->active[0];
+}
+__device__ __forceinline__ void end_alone(const DeviceComm& comm, const Progress& before, OpKind kind, Phase phase,
+                                          const int64_t* pending) {
+  if (!follows(comm, before, kind, phase, pending)) return record_misuse(comm, before, kind, phase, pending);
+  atomicAdd(&comm.state->ticket, phase == Phase::kWhole ? kTicket : kPhase);
 }
 
 struct RoundShared {
@@ -64,9 +125,21 @@ class DeviceRound {
     }
   }
 
+  // Of a start, for its wait; by block 0.
+  __device__ void keep_started_mask() {
+    if (MASK && blockIdx.x == 0 && threadIdx.x < kMaskWords) {
+      comm_.state->started_active[threadIdx.x] = round_shared_.active[threadIdx.x];
+    }
+  }
+  __device__ void load_started_mask() {
+    if (MASK && threadIdx.x < kMaskWords) {
+      round_shared_.active[threadIdx.x] = comm_.state->started_active[threadIdx.x];
+    }
+  }
+
   // The last thing a block does.
-  __device__ void end() {
-    if (threadIdx.x == 0) add_ticket(comm_);
+  __device__ void end(unsigned long long of_launch = kTicket) {
+    if (threadIdx.x == 0) add_ticket(comm_, of_launch);
   }
 
   // Valid after the first barrier that follows load_mask().
@@ -148,21 +221,14 @@ class DeviceRound {
 
   __device__ void record(uint64_t round, int32_t peer, PostMortem::What what, int32_t field, int64_t mine,
                          int64_t theirs) {
-    if (atomicCAS(&comm_.state->failed, 0u, 1u) != 0u) {
-      if (what != PostMortem::kDisagree) __nanosleep(1000000);  // let the first one finish before this one traps
-      return;
-    }
-    volatile PostMortem* out = comm_.post_mortem;
-    out->op = static_cast<int32_t>(kind_);
-    out->round = static_cast<int64_t>(round);
-    out->peer = peer;
-    out->field = field;
-    out->mine = mine;
-    out->theirs = theirs;
-    out->timeout_sec = comm_.timeout_sec;
-    fence_sys();
-    out->what = what;
-    fence_sys();
+    cuda::record(comm_, kind_, round, peer, what, field, mine, theirs);
+  }
+
+  // Ends the block, for the op does not follow from what was started. By every thread, and in every block of the
+  // launch.
+  __device__ void refuse(Phase phase, const int64_t* pending = nullptr) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) record_misuse(comm_, progress(comm_), kind_, phase, pending);
+    asm volatile("exit;" ::: "memory");
   }
 
   const DeviceComm& comm_;
