@@ -70,28 +70,44 @@ def dispatch(
     num_experts: int,
     ep_size: int,
     invalid_expert_id: int,
-    received: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Takes and returns what ``torch.ops.moe_ep.dispatch`` does. Rows of ``routing`` [1 + W + min(K, W), R]: zeros; one
-    per source rank, 0 where its row holds a token and -1 elsewhere; the j-th target rank of each own token, or -1.
-    ``received``: of a :func:`dispatch_start` with the same arguments."""
+    per source rank, 0 where its row holds a token and -1 elsewhere; the j-th target rank of each own token, or -1."""
     _check_dispatch(hidden_states, topk_ids, topk_weights, hidden_states_scale, eplb_local_stats, tokens_per_rank,
                     num_experts, invalid_expert_id)
     _refuse_mask("dispatch", active_rank_mask)
-    num_experts, invalid_expert_id = index(num_experts), index(invalid_expert_id)
     w, r, k, tokens = index(ep_size), tokens_per_rank, index(topk_ids.shape[1]), topk_ids.shape[0]
-    owner = _owners(topk_ids, num_experts, w)
-    if received is None:
-        received = _send(
-            through, hidden_states, topk_ids, topk_weights, hidden_states_scale, eplb_local_stats, r, num_experts,
-            ep_size, invalid_expert_id, owner,
-        )
-    fields, widths = _fields(hidden_states, hidden_states_scale, topk_weights)
+    num_experts, invalid_expert_id = index(num_experts), index(invalid_expert_id)
+    fields = [tensor for tensor in (hidden_states, hidden_states_scale, topk_weights) if tensor is not None]
+    fields = [tensor.flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(1) for tensor in fields]
+    widths = [index(tensor.shape[1]) * tensor.element_size() for tensor in fields]
     record = sum(widths) + 4 * k
     n = 0 if eplb_local_stats is None else index(eplb_local_stats.shape[0])
     device = hidden_states.device
+    if through.check_steps:
+        width = dict.fromkeys(("scale", "weights"), 0)
+        if hidden_states_scale is not None:
+            width["scale"] = widths[1]
+        if topk_weights is not None:
+            width["weights"] = widths[-1]
+        _check_step(through, "dispatch", ep_size, device,
+                    [r, k, num_experts, invalid_expert_id, widths[0], width["scale"], width["weights"], n])
 
-    received = _await(through, received)
+    valid = (topk_ids >= 0) & (topk_ids < num_experts)
+    owner = torch.where(valid, _owner(torch.where(valid, topk_ids, 0), num_experts, w), -1).int()  # [T, K]
+    meant = (owner == torch.arange(w, device=device).view(w, 1, 1)).any(2)  # [W, T]: goes to that rank
+
+    ids = torch.where(valid & meant.unsqueeze(2), topk_ids, invalid_expert_id).int()  # [W, T, K]
+    unused = torch.full((w, r - tokens, k), invalid_expert_id, dtype=torch.int32, device=device)
+    payload = [torch.cat([rows, rows.new_empty(r - tokens, rows.shape[1])]) for rows in fields]
+    message = torch.cat(
+        [*(rows.view(torch.uint8).expand(w, -1, -1) for rows in payload),
+         torch.cat([ids, unused], 1).view(torch.uint8)], 2,
+    ).view(w, r * record)
+    if eplb_local_stats is not None:
+        message = torch.cat([message, eplb_local_stats.clone().view(torch.uint8).expand(w, -1)], 1)
+
+    received = _all_to_all(through, message)
     records = received[:, : r * record].view(w, r, record)
     columns, begin = [], 0
     for rows, row_bytes in zip(fields, widths, strict=True):
@@ -117,79 +133,6 @@ def dispatch(
     return hidden, ids, weights, scale, stats, routing
 
 
-def dispatch_start(
-    through: Collective,
-    hidden_states: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor | None,
-    hidden_states_scale: torch.Tensor | None,
-    eplb_local_stats: torch.Tensor | None,
-    active_rank_mask: torch.Tensor | None,
-    *,
-    tokens_per_rank: int,
-    num_experts: int,
-    ep_size: int,
-    invalid_expert_id: int,
-) -> torch.Tensor:
-    """Starts the collective of a :func:`dispatch`; what it will have received, for ``received`` there."""
-    _check_dispatch(hidden_states, topk_ids, topk_weights, hidden_states_scale, eplb_local_stats, tokens_per_rank,
-                    num_experts, invalid_expert_id)
-    _refuse_mask("dispatch", active_rank_mask)
-    num_experts, invalid_expert_id = index(num_experts), index(invalid_expert_id)
-    return _send(
-        through, hidden_states, topk_ids, topk_weights, hidden_states_scale, eplb_local_stats, tokens_per_rank,
-        num_experts, ep_size, invalid_expert_id, _owners(topk_ids, num_experts, index(ep_size)),
-    )
-
-
-def _send(
-    through: Collective,
-    hidden_states: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor | None,
-    hidden_states_scale: torch.Tensor | None,
-    eplb_local_stats: torch.Tensor | None,
-    r: int,
-    num_experts: int,
-    ep_size: int,
-    invalid_expert_id: int,
-    owner: torch.Tensor,
-) -> torch.Tensor:
-    w, k, tokens = index(ep_size), index(topk_ids.shape[1]), topk_ids.shape[0]
-    fields, widths = _fields(hidden_states, hidden_states_scale, topk_weights)
-    n = 0 if eplb_local_stats is None else index(eplb_local_stats.shape[0])
-    device = hidden_states.device
-    if through.check_steps:
-        width = dict.fromkeys(("scale", "weights"), 0)
-        if hidden_states_scale is not None:
-            width["scale"] = widths[1]
-        if topk_weights is not None:
-            width["weights"] = widths[-1]
-        _check_step(through, "dispatch", ep_size, device,
-                    [r, k, num_experts, invalid_expert_id, widths[0], width["scale"], width["weights"], n])
-
-    meant = (owner == torch.arange(w, device=device).view(w, 1, 1)).any(2)  # [W, T]: goes to that rank
-    ids = torch.where((owner >= 0) & meant.unsqueeze(2), topk_ids, invalid_expert_id).int()  # [W, T, K]
-    unused = torch.full((w, r - tokens, k), invalid_expert_id, dtype=torch.int32, device=device)
-    payload = [torch.cat([rows, rows.new_empty(r - tokens, rows.shape[1])]) for rows in fields]
-    message = torch.cat(
-        [*(rows.view(torch.uint8).expand(w, -1, -1) for rows in payload),
-         torch.cat([ids, unused], 1).view(torch.uint8)], 2,
-    ).view(w, r * (sum(widths) + 4 * k))
-    if eplb_local_stats is not None:
-        message = torch.cat([message, eplb_local_stats.clone().view(torch.uint8).expand(w, -1)], 1)
-    return _all_to_all(through, message)
-
-
-def _fields(
-    hidden_states: torch.Tensor, hidden_states_scale: torch.Tensor | None, topk_weights: torch.Tensor | None
-) -> tuple[list[torch.Tensor], list[int]]:
-    """The payloads of a record as ``[T, *]``, and their bytes."""
-    fields = [tensor for tensor in (hidden_states, hidden_states_scale, topk_weights) if tensor is not None]
-    fields = [tensor.flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(1) for tensor in fields]
-    return fields, [index(tensor.shape[1]) * tensor.element_size() for tensor in fields]
-
-
 def combine(
     through: Collective,
     expert_output: torch.Tensor,
@@ -198,17 +141,16 @@ def combine(
     *,
     num_tokens: int,
     ep_size: int,
-    received: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Takes and returns what ``torch.ops.moe_ep.combine`` does; the bits are those of the one-sided backends.
-    ``received``: of a :func:`combine_start` with the same arguments."""
-    if received is None:
-        received = combine_start(
-            through, expert_output, routing, active_rank_mask, num_tokens=num_tokens, ep_size=ep_size
-        )
+    """Takes and returns what ``torch.ops.moe_ep.combine`` does; the bits are those of the one-sided backends."""
+    _check_combine(expert_output, routing, num_tokens, ep_size)
+    _refuse_mask("combine", active_rank_mask)
     w, r, h = index(ep_size), routing.shape[1], index(expert_output.shape[1])
     m = index(routing.shape[0]) - 1 - w
-    landed = _await(through, received).view(w * r, h)
+    if through.check_steps:
+        kind = _COMBINED.index(expert_output.dtype)
+        _check_step(through, "combine", w, expert_output.device, [r, h, kind, m, 0, 0, 0, 0])
+    landed = _all_to_all(through, expert_output.contiguous().view(w, r * h)).view(w * r, h)
     targets = routing[1 + w :, :num_tokens]  # [M, T]
     used = (targets >= 0).unsqueeze(2)
     slots = torch.where(targets >= 0, targets * r + torch.arange(num_tokens, device=routing.device), 0)
@@ -220,26 +162,6 @@ def combine(
     if wide == expert_output.dtype:  # A conversion that does nothing would give `total` a second name, and traced by
         return total  # torch 2.11 the gradient goes to one of them and is looked for at the other.
     return total.to(expert_output.dtype)
-
-
-def combine_start(
-    through: Collective,
-    expert_output: torch.Tensor,
-    routing: torch.Tensor,
-    active_rank_mask: torch.Tensor | None,
-    *,
-    num_tokens: int,
-    ep_size: int,
-) -> torch.Tensor:
-    """Starts the collective of a :func:`combine`; what it will have received, for ``received`` there."""
-    _check_combine(expert_output, routing, num_tokens, ep_size)
-    _refuse_mask("combine", active_rank_mask)
-    w, r, h = index(ep_size), routing.shape[1], index(expert_output.shape[1])
-    m = index(routing.shape[0]) - 1 - w
-    if through.check_steps:
-        kind = _COMBINED.index(expert_output.dtype)
-        _check_step(through, "combine", w, expert_output.device, [r, h, kind, m, 0, 0, 0, 0])
-    return _all_to_all(through, expert_output.contiguous().view(w, r * h))
 
 
 def combine_out(
@@ -268,26 +190,16 @@ def combine_out(
 
 
 def _all_to_all(through: Collective, message: torch.Tensor) -> torch.Tensor:
-    """Row w of ``[W, *]`` goes to rank w; row s of the result comes from rank s. Read it after :func:`_await`."""
+    """Row w of ``[W, *]`` goes to rank w; row s of the result came from rank s."""
     if through.process_group is None:
         return message
     w = message.shape[0]
-    return _ops.all_to_all_single(message, [1] * w, [1] * w, through.process_group)
-
-
-def _await(through: Collective, received: torch.Tensor) -> torch.Tensor:
-    return received if through.process_group is None else _ops.wait_tensor(received)
+    return _ops.wait_tensor(_ops.all_to_all_single(message, [1] * w, [1] * w, through.process_group))
 
 
 def _fresh(columns: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """A field of the records, as bytes, in memory of its own: a view would be strided and keep a message alive."""
     return columns.clone(memory_format=torch.contiguous_format).flatten().view(dtype).view(shape)
-
-
-def _owners(topk_ids: torch.Tensor, num_experts: int, ep_size: int) -> torch.Tensor:
-    """``[T, K]`` int32: the rank of each id, -1 where it selects nothing."""
-    valid = (topk_ids >= 0) & (topk_ids < num_experts)
-    return torch.where(valid, _owner(torch.where(valid, topk_ids, 0), num_experts, ep_size), -1).int()
 
 
 def _owner(expert: torch.Tensor, num_experts: int, ep_size: int) -> torch.Tensor:

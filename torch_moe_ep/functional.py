@@ -105,7 +105,7 @@ def dispatch_wait(pending: PendingDispatch, after: torch.Tensor | None = None) -
     Args:
         pending: what :func:`dispatch_start` returned.
         after: what was computed meanwhile. Not read; a compiler is free to move what nothing ties to this place, as
-            Inductor does, and computes this before the wait. (Not with the backend torch_distributed.)
+            Inductor does, and computes this before the wait. (Over torch_distributed the wait is the whole op, and this goes unused.)
 
     Returns:
         What :func:`dispatch` returns; gradients flow alike, their backward is a one-phase :func:`combine`.
@@ -272,17 +272,18 @@ def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return tensor.detach() if tensor is not None and tensor.requires_grad else tensor
 
 
+def _left_to_wait(order: torch.Tensor) -> torch.Tensor:
+    """The token of a start over collectives. It sends nothing and the wait is the whole op: nothing keeps a collective
+    that has begun in one order with others on all ranks, when their graphs differ."""
+    return order.new_zeros(1, dtype=torch.int64)
+
+
 def _start_dispatch(args: _Dispatching) -> torch.Tensor:
     options = args.options
     hidden, ids, weights, scale = (_detached(tensor) for tensor in args[:4])
     assert hidden is not None and ids is not None
-    through = collectives.find_collective(options.comm)
-    if through is not None:
-        return collectives.dispatch_start(
-            through, hidden, ids, weights, scale, args.eplb_local_stats, args.active_rank_mask,
-            tokens_per_rank=options.tokens_per_rank, num_experts=options.num_experts, ep_size=options.ep_size,
-            invalid_expert_id=options.invalid_expert_id,
-        )
+    if collectives.find_collective(options.comm) is not None:
+        return _left_to_wait(args.order)
     return torch.ops.moe_ep.dispatch_start(
         hidden, ids, weights, scale, args.order, tokens_per_rank=options.tokens_per_rank,
         num_experts=options.num_experts, ep_size=options.ep_size, invalid_expert_id=options.invalid_expert_id,
@@ -295,11 +296,8 @@ def _start_combine(args: _Combining) -> torch.Tensor:
     options = args.options
     rows = _detached(args.expert_output)
     assert rows is not None
-    through = collectives.find_collective(options.comm)
-    if through is not None:
-        return collectives.combine_start(
-            through, rows, args.routing, args.active_rank_mask, num_tokens=args.num_tokens, ep_size=options.ep_size
-        )
+    if collectives.find_collective(options.comm) is not None:
+        return _left_to_wait(args.order)
     return torch.ops.moe_ep.combine_start(
         rows, args.routing, args.order, num_tokens=args.num_tokens, ep_size=options.ep_size,
         active_rank_mask=args.active_rank_mask, timeout_sec=options.timeout_sec, comm=options.comm,
@@ -349,7 +347,6 @@ def _dispatch(
             num_experts=options.num_experts,
             ep_size=options.ep_size,
             invalid_expert_id=options.invalid_expert_id,
-            received=waiting and waiting.token,
         )
     op = torch.ops.moe_ep.dispatch if waiting is None else torch.ops.moe_ep.dispatch_wait
     return op(
@@ -382,8 +379,7 @@ def _combine(
     through = collectives.find_collective(options.comm)
     if through is not None:
         return collectives.combine(
-            through, expert_output, routing, active_rank_mask, num_tokens=num_tokens, ep_size=options.ep_size,
-            received=waiting and waiting.token,
+            through, expert_output, routing, active_rank_mask, num_tokens=num_tokens, ep_size=options.ep_size
         )
     op = torch.ops.moe_ep.combine if waiting is None else torch.ops.moe_ep.combine_wait
     return op(

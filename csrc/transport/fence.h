@@ -42,9 +42,8 @@
 // Example, W = 2, rank 1 computes between dispatch_start and dispatch_wait (round 1), then combine (round 2), and
 // dispatch (round 3):
 //   rank 1: stage X, flag 1 to rank 0; computes.
-//   rank 0: stage A, flag 1; sees flag 1, gets X, returns. Round 2: puts its partial for x into rank 1's landing, flag
-//   2
-//           in slot 0; waits for rank 1's flag 2. Rank 1's ids, flag 1 in slot 1, and A are untouched.
+//   rank 0: stage A, flag 1; sees flag 1, gets X, returns. Round 2: puts its partial for x into rank 1's landing,
+//           flag 2 in slot 0; waits for rank 1's flag 2. Rank 1's ids, flag 1 in slot 1, and A are untouched.
 //   rank 1: waits: sees flag 1, gets A, takes its own rows from its input. Round 2: done[1] := 1, flag 2.
 //   rank 0: round 3: writes B over A: rank 1's flag 2 said that it has completed round 1.
 //   With dispatch as round 2 rank 0 waits in step 2 until rank 1's done[1] = 1: B cannot come before A was read.
