@@ -105,7 +105,8 @@ def dispatch_wait(pending: PendingDispatch, after: torch.Tensor | None = None) -
     Args:
         pending: what :func:`dispatch_start` returned.
         after: what was computed meanwhile. Not read; a compiler is free to move what nothing ties to this place, as
-            Inductor does, and computes this before the wait. (Over torch_distributed the wait is the whole op, and this goes unused.)
+            Inductor does, and computes this before the wait. (Over torch_distributed the wait is the whole op, and this
+            goes unused.)
 
     Returns:
         What :func:`dispatch` returns; gradients flow alike, their backward is a one-phase :func:`combine`.
