@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from torch_moe_ep import collectives
 from torch_moe_ep.params import MoEEpCommParams
+
+MaybeTensor = TypeVar("MaybeTensor", torch.Tensor, torch.Tensor | None)
 
 
 class Group(Protocol):
@@ -63,10 +65,8 @@ def dispatch(
         RuntimeError: the ranks disagree about the step, or a wait outlived timeout_sec.
     """
     return _differentiable_dispatch(
-        _Dispatching(
-            hidden_states, topk_ids, topk_weights, hidden_states_scale, group.order, eplb_local_stats,
-            _traceable(active_rank_mask), _options(group, tokens_per_rank),
-        ),
+        _dispatching(group, hidden_states, topk_ids, topk_weights, hidden_states_scale, tokens_per_rank,
+                     eplb_local_stats, active_rank_mask),
         None,
     )
 
@@ -92,10 +92,8 @@ def dispatch_start(
             the latter is a RuntimeError of the next call.)
         RuntimeError: a wait for peers' earlier rounds outlived timeout_sec.
     """
-    args = _Dispatching(
-        hidden_states, topk_ids, topk_weights, hidden_states_scale, group.order, eplb_local_stats,
-        _traceable(active_rank_mask), _options(group, tokens_per_rank),
-    )
+    args = _dispatching(group, hidden_states, topk_ids, topk_weights, hidden_states_scale, tokens_per_rank,
+                        eplb_local_stats, active_rank_mask)
     return PendingDispatch(_start_dispatch(args), args)
 
 
@@ -146,27 +144,21 @@ def combine(
     Returns:
         ``[T, H]`` of expert_output's dtype (``out`` if given).
     """
-    active_rank_mask = _traceable(active_rank_mask)
-    expert_output = expert_output.flatten(0, 1) if expert_output.dim() == 3 else expert_output
-    options = _Options(group.comm, group.ep_size, group.timeout_sec)
-    if out is not None:
-        if torch.is_grad_enabled() and (expert_output.requires_grad or out.requires_grad):
-            raise ValueError("combine: out: a result written into a tensor is not differentiable; expected inputs that "
-                             "do not require grad, or torch.no_grad()")
-        through = collectives.find_collective(group.comm)
-        if through is not None:
-            collectives.combine_out(
-                through, expert_output, routing, active_rank_mask, out, num_tokens=num_tokens, ep_size=group.ep_size
-            )
-            return out
-        torch.ops.moe_ep.combine_out(
-            expert_output, routing, group.order, num_tokens=num_tokens, ep_size=group.ep_size,
-            active_rank_mask=active_rank_mask, timeout_sec=group.timeout_sec, comm=group.comm, out=out,
+    args = _combining(group, expert_output, routing, num_tokens, active_rank_mask)
+    if out is None:
+        return _differentiable_combine(args, None)
+    if torch.is_grad_enabled() and (expert_output.requires_grad or out.requires_grad):
+        raise ValueError("combine: out: a result written into a tensor is not differentiable; expected inputs that "
+                         "do not require grad, or torch.no_grad()")
+    through = collectives.find_collective(group.comm)
+    if through is not None:
+        collectives.combine_out(
+            through, args.expert_output, routing, args.active_rank_mask, out, num_tokens=num_tokens,
+            ep_size=group.ep_size,
         )
-        return out
-    if torch.is_grad_enabled() and expert_output.requires_grad:
-        return _Combine.apply(expert_output, routing, group.order, num_tokens, active_rank_mask, options, None, None)
-    return _combine(expert_output, routing, group.order, num_tokens, active_rank_mask, options)
+    else:
+        _combine_op(torch.ops.moe_ep.combine_out, args, out=out)
+    return out
 
 
 def combine_start(
@@ -179,9 +171,7 @@ def combine_start(
 ) -> PendingCombine:
     """The first half of :func:`combine`: puts the partial outputs at their tokens' ranks. Arguments as there; leave the
     tensors unmodified until :func:`combine_wait`. Rules and errors are those of :func:`dispatch_start`."""
-    expert_output = expert_output.flatten(0, 1) if expert_output.dim() == 3 else expert_output
-    options = _Options(group.comm, group.ep_size, group.timeout_sec)
-    args = _Combining(expert_output, routing, group.order, num_tokens, _traceable(active_rank_mask), options)
+    args = _combining(group, expert_output, routing, num_tokens, active_rank_mask)
     return PendingCombine(_start_combine(args), args)
 
 
@@ -195,10 +185,7 @@ def combine_wait(pending: PendingCombine, after: torch.Tensor | None = None) -> 
     """
     if not isinstance(pending, PendingCombine):
         raise TypeError(f"combine_wait: pending: expected what combine_start returned, got {type(pending).__name__}")
-    args = pending.args
-    if torch.is_grad_enabled() and args.expert_output.requires_grad:
-        return _Combine.apply(*args, pending.token, _detached(after))
-    return _combine(*args, _Waiting(pending.token, _detached(after)))
+    return _differentiable_combine(pending.args, _Waiting(pending.token, _detached(after)))
 
 
 def _traceable(active_rank_mask: torch.Tensor | None) -> torch.Tensor | None:
@@ -216,12 +203,6 @@ class _Options(NamedTuple):
     tokens_per_rank: int = 0
     num_experts: int = 0
     invalid_expert_id: int = -1
-
-
-def _options(group: Group, tokens_per_rank: int | None) -> _Options:
-    params = group.params
-    r = params.max_tokens_per_rank if tokens_per_rank is None else tokens_per_rank
-    return _Options(group.comm, group.ep_size, group.timeout_sec, r, params.num_experts, params.invalid_expert_id)
 
 
 class _Dispatching(NamedTuple):
@@ -248,6 +229,35 @@ class _Combining(NamedTuple):
     options: _Options
 
 
+def _dispatching(
+    group: Group,
+    hidden_states: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    hidden_states_scale: torch.Tensor | None,
+    tokens_per_rank: int | None,
+    eplb_local_stats: torch.Tensor | None,
+    active_rank_mask: torch.Tensor | None,
+) -> _Dispatching:
+    params = group.params
+    r = params.max_tokens_per_rank if tokens_per_rank is None else tokens_per_rank
+    options = _Options(group.comm, group.ep_size, group.timeout_sec, r, params.num_experts, params.invalid_expert_id)
+    return _Dispatching(hidden_states, topk_ids, topk_weights, hidden_states_scale, group.order, eplb_local_stats,
+                        _traceable(active_rank_mask), options)
+
+
+def _combining(
+    group: Group,
+    expert_output: torch.Tensor,
+    routing: torch.Tensor,
+    num_tokens: int,
+    active_rank_mask: torch.Tensor | None,
+) -> _Combining:
+    expert_output = expert_output.flatten(0, 1) if expert_output.dim() == 3 else expert_output
+    options = _Options(group.comm, group.ep_size, group.timeout_sec)
+    return _Combining(expert_output, routing, group.order, num_tokens, _traceable(active_rank_mask), options)
+
+
 class PendingDispatch(NamedTuple):
     """A dispatch that :func:`dispatch_start` has begun; :func:`dispatch_wait` takes it. A pytree of its tensors."""
 
@@ -269,7 +279,7 @@ class _Waiting(NamedTuple):
     after: torch.Tensor | None
 
 
-def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
+def _detached(tensor: MaybeTensor) -> MaybeTensor:
     return tensor.detach() if tensor is not None and tensor.requires_grad else tensor
 
 
@@ -280,29 +290,19 @@ def _left_to_wait(order: torch.Tensor) -> torch.Tensor:
 
 
 def _start_dispatch(args: _Dispatching) -> torch.Tensor:
-    options = args.options
-    hidden, ids, weights, scale = (_detached(tensor) for tensor in args[:4])
-    assert hidden is not None and ids is not None
-    if collectives.find_collective(options.comm) is not None:
+    if collectives.find_collective(args.options.comm) is not None:
         return _left_to_wait(args.order)
-    return torch.ops.moe_ep.dispatch_start(
-        hidden, ids, weights, scale, args.order, tokens_per_rank=options.tokens_per_rank,
-        num_experts=options.num_experts, ep_size=options.ep_size, invalid_expert_id=options.invalid_expert_id,
-        eplb_local_stats=args.eplb_local_stats, active_rank_mask=args.active_rank_mask,
-        timeout_sec=options.timeout_sec, comm=options.comm,
+    detached = args._replace(
+        hidden_states=_detached(args.hidden_states), topk_weights=_detached(args.topk_weights),
+        hidden_states_scale=_detached(args.hidden_states_scale),
     )
+    return _dispatch_op(torch.ops.moe_ep.dispatch_start, detached)
 
 
 def _start_combine(args: _Combining) -> torch.Tensor:
-    options = args.options
-    rows = _detached(args.expert_output)
-    assert rows is not None
-    if collectives.find_collective(options.comm) is not None:
+    if collectives.find_collective(args.options.comm) is not None:
         return _left_to_wait(args.order)
-    return torch.ops.moe_ep.combine_start(
-        rows, args.routing, args.order, num_tokens=args.num_tokens, ep_size=options.ep_size,
-        active_rank_mask=args.active_rank_mask, timeout_sec=options.timeout_sec, comm=options.comm,
-    )
+    return _combine_op(torch.ops.moe_ep.combine_start, args._replace(expert_output=_detached(args.expert_output)))
 
 
 def _differentiable_dispatch(args: _Dispatching, waiting: _Waiting | None) -> Dispatched:
@@ -311,7 +311,7 @@ def _differentiable_dispatch(args: _Dispatching, waiting: _Waiting | None) -> Di
     if torch.is_grad_enabled() and (args.hidden_states.requires_grad or weights is not None and weights.requires_grad):
         out = _Dispatch.apply(*args, *(waiting or (None, None)))
     else:
-        out = _dispatch(*args, waiting)
+        out = _dispatch(args, waiting)
     hidden, ids, weights, scale, stats, routing = out
     return Dispatched(
         hidden,
@@ -323,77 +323,78 @@ def _differentiable_dispatch(args: _Dispatching, waiting: _Waiting | None) -> Di
     )
 
 
-def _dispatch(
-    hidden_states: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor | None,
-    hidden_states_scale: torch.Tensor | None,
-    order: torch.Tensor,
-    eplb_local_stats: torch.Tensor | None,
-    active_rank_mask: torch.Tensor | None,
-    options: _Options,
-    waiting: _Waiting | None = None,
-) -> tuple[torch.Tensor, ...]:
+def _differentiable_combine(args: _Combining, waiting: _Waiting | None) -> torch.Tensor:
+    """``waiting``: for a start; None combines in one op."""
+    if torch.is_grad_enabled() and args.expert_output.requires_grad:
+        return _Combine.apply(*args, *(waiting or (None, None)))
+    return _combine(args, waiting)
+
+
+def _dispatch_op(op: Any, args: _Dispatching, *more: torch.Tensor | None) -> Any:
+    """``more``: what a wait takes before the order."""
+    options = args.options
+    return op(
+        *args[:4],
+        *more,
+        args.order,
+        tokens_per_rank=options.tokens_per_rank,
+        num_experts=options.num_experts,
+        ep_size=options.ep_size,
+        invalid_expert_id=options.invalid_expert_id,
+        eplb_local_stats=args.eplb_local_stats,
+        active_rank_mask=args.active_rank_mask,
+        timeout_sec=options.timeout_sec,
+        comm=options.comm,
+    )
+
+
+def _combine_op(op: Any, args: _Combining, *more: torch.Tensor | None, **out: torch.Tensor) -> Any:
+    """``more``: what a wait takes before the order."""
+    options = args.options
+    return op(
+        args.expert_output,
+        args.routing,
+        *more,
+        args.order,
+        num_tokens=args.num_tokens,
+        ep_size=options.ep_size,
+        active_rank_mask=args.active_rank_mask,
+        timeout_sec=options.timeout_sec,
+        comm=options.comm,
+        **out,
+    )
+
+
+def _dispatch(args: _Dispatching, waiting: _Waiting | None = None) -> tuple[torch.Tensor, ...]:
+    options = args.options
     through = collectives.find_collective(options.comm)
     if through is not None:
         return collectives.dispatch(
             through,
-            hidden_states,
-            topk_ids,
-            topk_weights,
-            hidden_states_scale,
-            eplb_local_stats,
-            active_rank_mask,
+            *args[:4],
+            args.eplb_local_stats,
+            args.active_rank_mask,
             tokens_per_rank=options.tokens_per_rank,
             num_experts=options.num_experts,
             ep_size=options.ep_size,
             invalid_expert_id=options.invalid_expert_id,
         )
-    op = torch.ops.moe_ep.dispatch if waiting is None else torch.ops.moe_ep.dispatch_wait
-    return op(
-        hidden_states,
-        topk_ids,
-        topk_weights,
-        hidden_states_scale,
-        *(waiting or ()),
-        order,
-        tokens_per_rank=options.tokens_per_rank,
-        num_experts=options.num_experts,
-        ep_size=options.ep_size,
-        invalid_expert_id=options.invalid_expert_id,
-        eplb_local_stats=eplb_local_stats,
-        active_rank_mask=active_rank_mask,
-        timeout_sec=options.timeout_sec,
-        comm=options.comm,
-    )
+    if waiting is None:
+        return _dispatch_op(torch.ops.moe_ep.dispatch, args)
+    return _dispatch_op(torch.ops.moe_ep.dispatch_wait, args, *waiting)
 
 
-def _combine(
-    expert_output: torch.Tensor,
-    routing: torch.Tensor,
-    order: torch.Tensor,
-    num_tokens: int,
-    active_rank_mask: torch.Tensor | None,
-    options: _Options,
-    waiting: _Waiting | None = None,
-) -> torch.Tensor:
+def _combine(args: _Combining, waiting: _Waiting | None = None) -> torch.Tensor:
+    options = args.options
     through = collectives.find_collective(options.comm)
     if through is not None:
         return collectives.combine(
-            through, expert_output, routing, active_rank_mask, num_tokens=num_tokens, ep_size=options.ep_size
+            through, args.expert_output, args.routing, args.active_rank_mask, num_tokens=args.num_tokens,
+            ep_size=options.ep_size,
         )
-    op = torch.ops.moe_ep.combine if waiting is None else torch.ops.moe_ep.combine_wait
-    return op(
-        expert_output,
-        routing,
-        *(waiting or ()),
-        order,
-        num_tokens=num_tokens,
-        ep_size=options.ep_size,
-        active_rank_mask=active_rank_mask,
-        timeout_sec=options.timeout_sec,
-        comm=options.comm,
-    )
+    if waiting is None:
+        return _combine_op(torch.ops.moe_ep.combine, args)
+    return _combine_op(torch.ops.moe_ep.combine_wait, args, *waiting)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -403,8 +404,9 @@ class _Dispatch(torch.autograd.Function):
     def forward(ctx, hidden_states, topk_ids, topk_weights, hidden_states_scale, order, eplb_local_stats,  # type: ignore[no-untyped-def]
                 active_rank_mask, options, token, after):
         waiting = None if token is None else _Waiting(token, after)
-        out = _dispatch(hidden_states, topk_ids, topk_weights, hidden_states_scale, order, eplb_local_stats,
-                        active_rank_mask, options, waiting)
+        args = _Dispatching(hidden_states, topk_ids, topk_weights, hidden_states_scale, order, eplb_local_stats,
+                            active_rank_mask, options)
+        out = _dispatch(args, waiting)
         hidden, ids, weights, scale, stats, routing = out
         # Quantized rows, or rows of a frozen model, want no gradient where only the weights do; theirs would be wasted,
         # and in FP8 there is none.
@@ -420,7 +422,7 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx, grad_hidden, _ids, grad_weights, _scale, _stats, _routing):  # type: ignore[no-untyped-def]
         routing, order = ctx.saved_tensors
         home = lambda grad: _combine(  # noqa: E731
-            grad.flatten(1), routing, order, ctx.num_tokens, ctx.active_rank_mask, ctx.options
+            _Combining(grad.flatten(1), routing, order, ctx.num_tokens, ctx.active_rank_mask, ctx.options)
         ).unflatten(1, grad.shape[1:])
         grad_hidden = home(grad_hidden) if ctx.needs_input_grad[0] else None
         grad_weights = home(grad_weights) if ctx.has_weights and ctx.needs_input_grad[2] else None
@@ -435,7 +437,7 @@ class _Combine(torch.autograd.Function):
         ctx.save_for_backward(routing, order)
         ctx.active_rank_mask, ctx.options = active_rank_mask, options
         waiting = None if token is None else _Waiting(token, after)
-        return _combine(expert_output, routing, order, num_tokens, active_rank_mask, options, waiting)
+        return _combine(_Combining(expert_output, routing, order, num_tokens, active_rank_mask, options), waiting)
 
     @staticmethod
     @once_differentiable
@@ -446,6 +448,6 @@ class _Combine(torch.autograd.Function):
         # the gradient exactly where dispatch placed the tokens.
         targets = routing[1 + w :, : grad_output.shape[0]].t()
         options = ctx.options._replace(tokens_per_rank=routing.shape[1], num_experts=w)
-        rows = _dispatch(grad_output, targets, None, None, order, None, ctx.active_rank_mask, options)[0]
+        rows = _dispatch(_Dispatching(grad_output, targets, None, None, order, None, ctx.active_rank_mask, options))[0]
         holds_token = routing[1 : 1 + w].reshape(-1, 1) >= 0
         return torch.where(holds_token, rows, 0), *(None,) * 7

@@ -324,10 +324,13 @@ class _AsIfDispatched(torch.autograd.Function):
     def backward(ctx, grad_rows, grad_weights):  # type: ignore[no-untyped-def]
         routing, order = ctx.saved_tensors
         grad_x = grad_topk_weights = None
+        home = lambda grad: functional._combine(  # noqa: E731
+            functional._Combining(grad, routing, order, ctx.num_tokens, None, ctx.options)
+        )
         if ctx.needs_input_grad[0]:
-            grad_x = functional._combine(grad_rows, routing, order, ctx.num_tokens, None, ctx.options)
+            grad_x = home(grad_rows)
         if ctx.needs_input_grad[1]:
-            grad_topk_weights = functional._combine(grad_weights, routing, order, ctx.num_tokens, None, ctx.options)
+            grad_topk_weights = home(grad_weights)
         return grad_x, grad_topk_weights, None, None, None, None, None
 
 

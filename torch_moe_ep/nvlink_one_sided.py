@@ -66,13 +66,14 @@ class NVLinkOneSidedAlltoAll(OneSidedAlltoAll):
             index = torch.cuda.current_device() if torch.cuda.is_available() else 0
         self.require_platform()
         exchange, _ = choose_comm_backend(bootstrap, config.comm_backend)
+        mine = refusals(config, bootstrap.world_size, params, index, _emulate_cft)
         votes = gather(
             exchange, bootstrap.rank, bootstrap.world_size,
             (
-                refusals(config, bootstrap.world_size, params, index, _emulate_cft),
+                mine,
                 config.lamport_max_tokens,
                 device_share(torch.device("cuda", index), num_sms),
-                reach_of_counted_writes(index),
+                None if mine["cft"] else reach_of_counted_writes(index),
             ),
         )
         for rank, (_, limit, _, _) in enumerate(votes):
