@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -341,3 +343,41 @@ def run_mask(rank: Rank) -> None:
 def test_masks_are_refused(ranks: Callable[[int], RankPool]) -> None:
     with pytest.raises(RankError, match="active_rank_mask: expected None, for a collective waits for every rank"):
         ranks(2).run(run_mask)
+
+
+ENDED = """
+import os, sys
+import torch, torch.distributed as dist
+from torch_moe_ep import BootstrapConfig, MoEEpCommParams, create_communication
+
+def threads():
+    return [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+
+backend, destroyed = sys.argv[1:]
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+group = dist.new_group()
+params = MoEEpCommParams(num_experts=4, top_k=2, max_tokens_per_rank=8, hidden_size=16, dtype=torch.float32)
+comm = create_communication(BootstrapConfig(1, 0, process_group=group), params, backend)
+comm.dispatch(torch.ones(2, 16), torch.tensor([[0, 1], [2, 3]]), torch.ones(2, 2))
+comm.combine(torch.ones(8, 16))
+assert any("gloo" in name for name in threads()), threads()
+if destroyed == "destroyed":
+    comm.destroy()
+else:
+    comm.bootstrap.process_group = None  # a caller's own reference
+del group
+dist.destroy_process_group()
+assert not any("gloo" in name for name in threads()), threads()
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "destroyed"),
+    [("torch_distributed", "destroyed"), ("torch_distributed", "live"), ("shm_one_sided", "destroyed")],
+)
+def test_process_group_ends(backend: str, destroyed: str) -> None:
+    """A communicator keeps no process group alive: its threads, met by the interpreter's end, abort the process."""
+    run = subprocess.run(
+        [sys.executable, "-c", ENDED, backend, destroyed], capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,6 +36,12 @@ class AlternatingAlltoAll(MoEEpCommunication):
     def _require_live(self) -> None:
         if self._destroyed:
             raise RuntimeError(f"{type(self).__name__} has been destroyed; create a new one")
+
+    def _mark_destroyed(self) -> None:
+        self._destroyed = True
+        self._routing = None
+        # A process group's threads end with its last reference, and at exit they must have ended.
+        self.bootstrap = replace(self.bootstrap, process_group=None, tcp_store=None)
 
     def _check_mask(self, active_rank_mask: torch.Tensor | None) -> None:
         """Raises where the configuration allows no mask."""

@@ -141,5 +141,4 @@ class OneSidedAlltoAll(AlternatingAlltoAll):
         if self._window is not None:
             close_window(self._window)
         self._window = None
-        self._routing = None
-        self._destroyed = True
+        self._mark_destroyed()

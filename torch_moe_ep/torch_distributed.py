@@ -57,8 +57,9 @@ class TorchDistributedAlltoAll(AlternatingAlltoAll):
                 "torch.distributed.init_process_group(store=...) with this store first"
             )
         exchange, group = choose_comm_backend(replace(bootstrap, tcp_store=None), None)
-        self.process_group = group if isinstance(group, dist.ProcessGroup) else None
-        backends = "none" if self.process_group is None else dist.get_backend_config(self.process_group)
+        alone = not isinstance(group, dist.ProcessGroup)
+        self._group_name: str | None = None if alone else group.group_name
+        backends = "none" if alone else dist.get_backend_config(group)
         self.device = torch.device("cpu")
         if bootstrap.device is not None or "cuda:nccl" in backends:
             index = torch.cuda.current_device() if bootstrap.device is None else bootstrap.device
@@ -73,11 +74,10 @@ class TorchDistributedAlltoAll(AlternatingAlltoAll):
                         "must be the same on every rank"
                     )
         self.config = replace(config, check_steps=check_steps)
-        name = None if self.process_group is None else self.process_group.group_name
-        parts = (self.backend_name, self.ep_size, name, "checked" if check_steps else "", namespace)
+        parts = (self.backend_name, self.ep_size, self._group_name, "checked" if check_steps else "", namespace)
         self.comm = ".".join(str(part) for part in parts if part)
         self.order = torch.zeros(1, device=self.device)
-        open_collective(self.comm, Collective(name, check_steps))
+        open_collective(self.comm, Collective(self._group_name, check_steps))
 
     @classmethod
     def is_platform_supported(cls) -> bool:
@@ -91,6 +91,17 @@ class TorchDistributedAlltoAll(AlternatingAlltoAll):
             return "this torch has neither gloo nor NCCL"
         return None
 
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The group that carries the rows; None for a single rank, which needs none.
+
+        It is found by its name: a reference would outlive ``destroy_process_group()``, and the threads of the group with
+        it, which then run into the interpreter's end.
+        """
+        if self._group_name is None:
+            return None
+        return dist.distributed_c10d._resolve_process_group(self._group_name)  # type: ignore[arg-type]
+
     def describe(self) -> dict[str, Any]:
         """Name, sizes and process group of the communicator, for people."""
         self._require_live()
@@ -99,8 +110,8 @@ class TorchDistributedAlltoAll(AlternatingAlltoAll):
             "rank": self.ep_rank,
             "ep_size": self.ep_size,
             "device": str(self.device),
-            "process_group": None if self.process_group is None else self.process_group.group_name,
-            "backend": None if self.process_group is None else dist.get_backend(self.process_group),
+            "process_group": self._group_name,
+            "backend": None if self._group_name is None else dist.get_backend(self.process_group),
             "check_steps": self.config.check_steps,
         }
 
@@ -108,5 +119,4 @@ class TorchDistributedAlltoAll(AlternatingAlltoAll):
         """Forgets the communicator; the process group stays. Idempotent; call it on every rank."""
         if not self._destroyed:
             close_collective(self.comm)
-        self._destroyed = True
-        self._routing = None
+        self._mark_destroyed()
