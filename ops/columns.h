@@ -81,18 +81,82 @@ std::shared_ptr<Communicator> ready(const meta::CombineInputs& in, Phase phase =
 // Before a dispatch's outputs are allocated: an R beyond the capacity is no reason to run out of memory.
 std::shared_ptr<Communicator> ready(const meta::DispatchInputs& in, Phase phase = Phase::kWhole);
 
+// `packed` makes the arguments; the holder lives until they are launched.
+template <class Launch, class Packed>
+void launch_packed(Communicator& live, const Launch& launch, const Packed& packed) {
+  guarded([&] {
+    Holder holder;
+    launch(live, packed(holder));
+  });
+}
+
+// The ops of a column, which launches packed arguments by launch(live, args). A dispatch looks for its communicator
+// before its outputs are made, see ready(); a combine has its arguments checked first.
+template <class Launch>
+meta::DispatchOutputs dispatch_through(const meta::DispatchInputs& in, const Launch& launch) {
+  const std::shared_ptr<Communicator> live = ready(in);
+  meta::DispatchOutputs out = meta::dispatch(in);
+  launch_packed(*live, launch, [&](Holder& holder) { return pack(in, out, holder); });
+  return out;
+}
+
+template <class Launch>
+at::Tensor start_through(const meta::DispatchInputs& in, const Launch& launch) {
+  const std::shared_ptr<Communicator> live = ready(in, Phase::kStart);
+  at::Tensor pending = meta::start(in);
+  launch_packed(*live, launch, [&](Holder& holder) { return pack_start(in, pending, holder); });
+  return pending;
+}
+
+template <class Launch>
+meta::DispatchOutputs wait_through(const meta::DispatchInputs& in, const at::Tensor& pending, const Launch& launch) {
+  const std::shared_ptr<Communicator> live = ready(in, Phase::kWait);
+  meta::DispatchOutputs out = meta::wait(in, pending);
+  launch_packed(*live, launch, [&](Holder& holder) { return pack_wait(in, pending, out, holder); });
+  return out;
+}
+
+template <class Launch>
+void combine_into(const meta::CombineInputs& in, const at::Tensor& out, const Launch& launch) {
+  const std::shared_ptr<Communicator> live = ready(in);
+  launch_packed(*live, launch, [&](Holder& holder) { return pack(in, out, holder); });
+}
+
+template <class Launch>
+at::Tensor combine_through(const meta::CombineInputs& in, const Launch& launch) {
+  at::Tensor out = meta::combine(in);
+  combine_into(in, out, launch);
+  return out;
+}
+
+template <class Launch>
+at::Tensor start_through(const meta::CombineInputs& in, const Launch& launch) {
+  at::Tensor pending = meta::start(in);
+  const std::shared_ptr<Communicator> live = ready(in, Phase::kStart);
+  launch_packed(*live, launch, [&](Holder& holder) { return pack_start(in, pending, holder); });
+  return pending;
+}
+
+template <class Launch>
+at::Tensor wait_through(const meta::CombineInputs& in, const at::Tensor& pending, const Launch& launch) {
+  at::Tensor out = meta::wait(in, pending);
+  const std::shared_ptr<Communicator> live = ready(in, Phase::kWait);
+  launch_packed(*live, launch, [&](Holder& holder) { return pack_wait(in, pending, out, holder); });
+  return out;
+}
+
 // combine_out of a column: straight into `out` where its rows allow it and are nobody's input, else through a fresh
 // tensor.
 template <class Launch>
-void combine_out_through(const meta::CombineInputs& in, at::Tensor& out, const Launch& launch_combine) {
+void combine_out_through(const meta::CombineInputs& in, at::Tensor& out, const Launch& launch) {
   meta::combine_out(in, out);
   TORCH_CHECK_VALUE(!overlaps_itself(out), "combine_out: out: expected elements that do not share memory, got strides ",
                     out.strides());
   if (has_contiguous_rows(out) && !out.is_alias_of(in.expert_output)) {
-    launch_combine(in, out);
+    combine_into(in, out, launch);
   } else {
     const at::Tensor rows = meta::combine(in);
-    launch_combine(in, rows);
+    combine_into(in, rows, launch);
     out.copy_(rows);
   }
   if (!out.is_inference()) out.unsafeGetTensorImpl()->bump_version();  // autograd may have saved it

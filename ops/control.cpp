@@ -190,8 +190,7 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("name"), py::arg("handles"), py::arg("max_blocks") = 1, py::arg("early_blocks") = 0,
       "Maps the windows of all ranks (handles by rank); a GPU's kernels use at most max_blocks thread blocks, and "
-      "those "
-      "of at most early_blocks let the next kernel's blocks be launched before the round is complete.");
+      "those of at most early_blocks let the next kernel's blocks be launched before the round is complete.");
   m.def(
       "suspend", [](const std::string& name) { find(name)->suspend(); },
       "Gives the window's physical memory back and keeps all addresses.");

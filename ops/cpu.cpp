@@ -6,79 +6,28 @@
 namespace moe_ep::ops {
 namespace {
 
+void launch(Communicator& comm, const DispatchArgs& args) { cpu::dispatch(comm, args); }
+void launch(Communicator& comm, const CombineArgs& args) { cpu::combine(comm, args); }
+constexpr auto launcher = [](Communicator& comm, const auto& args) { launch(comm, args); };
+
 meta::DispatchOutputs dispatch_cpu(MOE_EP_DISPATCH_ARGS) {
-  const meta::DispatchInputs in = MOE_EP_DISPATCH_INPUTS("dispatch");
-  const std::shared_ptr<Communicator> live = ready(in);
-  meta::DispatchOutputs out = meta::dispatch(in);
-  guarded([&] {
-    Holder holder;
-    cpu::dispatch(*live, pack(in, out, holder));
-  });
-  return out;
+  return dispatch_through(MOE_EP_DISPATCH_INPUTS("dispatch"), launcher);
 }
-
-void launch_combine(const meta::CombineInputs& in, const at::Tensor& out) {
-  const std::shared_ptr<Communicator> live = ready(in);
-  guarded([&] {
-    Holder holder;
-    cpu::combine(*live, pack(in, out, holder));
-  });
-}
-
-at::Tensor combine_cpu(MOE_EP_COMBINE_ARGS) {
-  const meta::CombineInputs in = MOE_EP_COMBINE_INPUTS("combine");
-  at::Tensor out = meta::combine(in);
-  launch_combine(in, out);
-  return out;
-}
-
-void combine_out_cpu(MOE_EP_COMBINE_ARGS, at::Tensor& out) {
-  const meta::CombineInputs in = MOE_EP_COMBINE_INPUTS("combine");
-  combine_out_through(in, out, launch_combine);
-}
-
 at::Tensor dispatch_start_cpu(MOE_EP_DISPATCH_ARGS) {
-  const meta::DispatchInputs in = MOE_EP_DISPATCH_INPUTS("dispatch_start");
-  const std::shared_ptr<Communicator> live = ready(in, Phase::kStart);
-  at::Tensor pending = meta::start(in);
-  guarded([&] {
-    Holder holder;
-    cpu::dispatch(*live, pack_start(in, pending, holder));
-  });
-  return pending;
+  return start_through(MOE_EP_DISPATCH_INPUTS("dispatch_start"), launcher);
 }
-
 meta::DispatchOutputs dispatch_wait_cpu(MOE_EP_DISPATCH_WAIT_ARGS) {
-  const meta::DispatchInputs in = MOE_EP_DISPATCH_INPUTS("dispatch_wait");
-  const std::shared_ptr<Communicator> live = ready(in, Phase::kWait);
-  meta::DispatchOutputs out = meta::wait(in, pending);
-  guarded([&] {
-    Holder holder;
-    cpu::dispatch(*live, pack_wait(in, pending, out, holder));
-  });
-  return out;
+  return wait_through(MOE_EP_DISPATCH_INPUTS("dispatch_wait"), pending, launcher);
 }
-
+at::Tensor combine_cpu(MOE_EP_COMBINE_ARGS) { return combine_through(MOE_EP_COMBINE_INPUTS("combine"), launcher); }
 at::Tensor combine_start_cpu(MOE_EP_COMBINE_ARGS) {
-  const meta::CombineInputs in = MOE_EP_COMBINE_INPUTS("combine_start");
-  at::Tensor pending = meta::start(in);
-  const std::shared_ptr<Communicator> live = ready(in, Phase::kStart);
-  guarded([&] {
-    Holder holder;
-    cpu::combine(*live, pack_start(in, pending, holder));
-  });
-  return pending;
+  return start_through(MOE_EP_COMBINE_INPUTS("combine_start"), launcher);
 }
-
 at::Tensor combine_wait_cpu(MOE_EP_COMBINE_WAIT_ARGS) {
-  const meta::CombineInputs in = MOE_EP_COMBINE_INPUTS("combine_wait");
-  at::Tensor out = meta::wait(in, pending);
-  const std::shared_ptr<Communicator> live = ready(in, Phase::kWait);
-  guarded([&] {
-    Holder holder;
-    cpu::combine(*live, pack_wait(in, pending, out, holder));
-  });
-  return out;
+  return wait_through(MOE_EP_COMBINE_INPUTS("combine_wait"), pending, launcher);
+}
+void combine_out_cpu(MOE_EP_COMBINE_ARGS, at::Tensor& out) {
+  combine_out_through(MOE_EP_COMBINE_INPUTS("combine"), out, launcher);
 }
 
 TORCH_LIBRARY_IMPL(moe_ep, CPU, m) {

@@ -15,92 +15,42 @@ void* current_stream(at::Device device) {
   return guard.getStream(device).native_handle();
 }
 
+// On the current stream of a device, which is the current one while this lives.
+class Launcher {
+ public:
+  explicit Launcher(at::Device device) : device_(device), guard_(device) {}
+  void operator()(Communicator& comm, const DispatchArgs& args) const {
+    cuda::dispatch(comm, args, current_stream(device_));
+  }
+  void operator()(Communicator& comm, const CombineArgs& args) const {
+    cuda::combine(comm, args, current_stream(device_));
+  }
+
+ private:
+  at::Device device_;
+  c10::DeviceGuard guard_;
+};
+
 meta::DispatchOutputs dispatch_cuda(MOE_EP_DISPATCH_ARGS) {
-  const meta::DispatchInputs in = MOE_EP_DISPATCH_INPUTS("dispatch");
-  const at::Device device = hidden_states.device();
-  const c10::DeviceGuard guard(device);
-  const std::shared_ptr<Communicator> live = ready(in);
-  meta::DispatchOutputs out = meta::dispatch(in);
-  guarded([&] {
-    Holder holder;
-    cuda::dispatch(*live, pack(in, out, holder), current_stream(device));
-  });
-  return out;
+  return dispatch_through(MOE_EP_DISPATCH_INPUTS("dispatch"), Launcher(hidden_states.device()));
 }
-
-void launch_combine(const meta::CombineInputs& in, const at::Tensor& out) {
-  const at::Device device = in.expert_output.device();
-  const std::shared_ptr<Communicator> live = ready(in);
-  guarded([&] {
-    Holder holder;
-    cuda::combine(*live, pack(in, out, holder), current_stream(device));
-  });
-}
-
-at::Tensor combine_cuda(MOE_EP_COMBINE_ARGS) {
-  const meta::CombineInputs in = MOE_EP_COMBINE_INPUTS("combine");
-  const c10::DeviceGuard guard(expert_output.device());
-  at::Tensor out = meta::combine(in);
-  launch_combine(in, out);
-  return out;
-}
-
-void combine_out_cuda(MOE_EP_COMBINE_ARGS, at::Tensor& out) {
-  const meta::CombineInputs in = MOE_EP_COMBINE_INPUTS("combine");
-  const c10::DeviceGuard guard(expert_output.device());
-  combine_out_through(in, out, launch_combine);
-}
-
 at::Tensor dispatch_start_cuda(MOE_EP_DISPATCH_ARGS) {
-  const meta::DispatchInputs in = MOE_EP_DISPATCH_INPUTS("dispatch_start");
-  const at::Device device = hidden_states.device();
-  const c10::DeviceGuard guard(device);
-  const std::shared_ptr<Communicator> live = ready(in, Phase::kStart);
-  at::Tensor pending = meta::start(in);
-  guarded([&] {
-    Holder holder;
-    cuda::dispatch(*live, pack_start(in, pending, holder), current_stream(device));
-  });
-  return pending;
+  return start_through(MOE_EP_DISPATCH_INPUTS("dispatch_start"), Launcher(hidden_states.device()));
 }
-
 meta::DispatchOutputs dispatch_wait_cuda(MOE_EP_DISPATCH_WAIT_ARGS) {
-  const meta::DispatchInputs in = MOE_EP_DISPATCH_INPUTS("dispatch_wait");
-  const at::Device device = hidden_states.device();
-  const c10::DeviceGuard guard(device);
-  const std::shared_ptr<Communicator> live = ready(in, Phase::kWait);
-  meta::DispatchOutputs out = meta::wait(in, pending);
-  guarded([&] {
-    Holder holder;
-    cuda::dispatch(*live, pack_wait(in, pending, out, holder), current_stream(device));
-  });
-  return out;
+  return wait_through(MOE_EP_DISPATCH_INPUTS("dispatch_wait"), pending, Launcher(hidden_states.device()));
 }
-
+at::Tensor combine_cuda(MOE_EP_COMBINE_ARGS) {
+  return combine_through(MOE_EP_COMBINE_INPUTS("combine"), Launcher(expert_output.device()));
+}
 at::Tensor combine_start_cuda(MOE_EP_COMBINE_ARGS) {
-  const meta::CombineInputs in = MOE_EP_COMBINE_INPUTS("combine_start");
-  const at::Device device = expert_output.device();
-  const c10::DeviceGuard guard(device);
-  at::Tensor pending = meta::start(in);
-  const std::shared_ptr<Communicator> live = ready(in, Phase::kStart);
-  guarded([&] {
-    Holder holder;
-    cuda::combine(*live, pack_start(in, pending, holder), current_stream(device));
-  });
-  return pending;
+  return start_through(MOE_EP_COMBINE_INPUTS("combine_start"), Launcher(expert_output.device()));
 }
-
 at::Tensor combine_wait_cuda(MOE_EP_COMBINE_WAIT_ARGS) {
-  const meta::CombineInputs in = MOE_EP_COMBINE_INPUTS("combine_wait");
-  const at::Device device = expert_output.device();
-  const c10::DeviceGuard guard(device);
-  at::Tensor out = meta::wait(in, pending);
-  const std::shared_ptr<Communicator> live = ready(in, Phase::kWait);
-  guarded([&] {
-    Holder holder;
-    cuda::combine(*live, pack_wait(in, pending, out, holder), current_stream(device));
-  });
-  return out;
+  return wait_through(MOE_EP_COMBINE_INPUTS("combine_wait"), pending, Launcher(expert_output.device()));
+}
+void combine_out_cuda(MOE_EP_COMBINE_ARGS, at::Tensor& out) {
+  combine_out_through(MOE_EP_COMBINE_INPUTS("combine"), out, Launcher(expert_output.device()));
 }
 
 TORCH_LIBRARY_IMPL(moe_ep, CUDA, m) {

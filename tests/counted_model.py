@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lamport_model import all_routes
+import model
 
 BYTES = 2  # of a row
 
@@ -56,20 +56,17 @@ class State(NamedTuple):
     in_flight: tuple[Store, ...]
 
 
-def explore(routes: dict[tuple[int, int], set[int]], world: int, kinds: str, protocol: Protocol) -> str | None:
-    """None, or a sentence about the first state found in which a rank takes what was not put for it, or none can move.
-
-    ``routes[rank, round]``: the ranks to which it puts a row.
-    """
+def explore(routes: model.Routes, world: int, kinds: str, protocol: Protocol) -> tuple[str | None, int]:
+    """None, or a sentence about the first state found in which a rank takes what was not put for it, or none can move;
+    and how many states were seen."""
     rounds = len(kinds)
 
     def kind(n: int) -> str:
         return kinds[n - 1]
 
     start = State(tuple(Rank(1, "begin", (), (0,) * world) for _ in range(world)), frozenset(), ())
-    seen, stack = {start}, [start]
-    while stack:
-        state = stack.pop()
+
+    def successors(state: State) -> list[State] | str:
         memory = dict(state.memory)
         following: list[State] = []
         first_to: set[tuple] = set()
@@ -137,12 +134,9 @@ def explore(routes: dict[tuple[int, int], set[int]], world: int, kinds: str, pro
         if not following and any(rank.round <= rounds for rank in state.ranks):
             where = ", ".join(f"rank {r} in round {rank.round} at '{rank.step}'" for r, rank in enumerate(state.ranks))
             return f"no rank can move: {where}"
-        for new in following:
-            if new not in seen:
-                seen.add(new)
-                stack.append(new)
-    explore.states = len(seen)  # type: ignore[attr-defined]
-    return None
+        return following
+
+    return model.explore(start, successors)
 
 
 PLANTED = {
@@ -155,14 +149,9 @@ PLANTED = {
 
 
 def search(world: int, kinds: str, protocol: Protocol, rows: int) -> tuple[str | None, int, int]:
-    """With up to ``rows`` rows in a round: what was found first, and how many routings and states were looked at."""
-    states = 0
-    for number, routes in enumerate(all_routes(world, len(kinds), rows), 1):
-        found = explore(routes, world, kinds, protocol)
-        if found:
-            return found, number, states
-        states += explore.states  # type: ignore[attr-defined]
-    return None, number, states
+    """As :func:`model.search`, with up to ``rows`` rows in a round."""
+    routings = model.all_routes(world, len(kinds), rows)
+    return model.search(routings, lambda routes: explore(routes, world, kinds, protocol))
 
 
 def main() -> None:

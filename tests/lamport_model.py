@@ -15,9 +15,10 @@ Run as a program, it prints what the search finds with the protocol as it is and
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import model
 
 Location = tuple[int, str, int, int, int]  # window of, "row" or "header", set, from, vector
 
@@ -44,11 +45,9 @@ class State(NamedTuple):
 VECTORS = 2
 
 
-def explore(routes: dict[tuple[int, int], set[int]], world: int, rounds: int, protocol: Protocol) -> str | None:
-    """None, or a sentence about the first state found in which a rank takes what was not put for it, or none can move.
-
-    ``routes[rank, round]``: the ranks to which it puts a row.
-    """
+def explore(routes: model.Routes, world: int, rounds: int, protocol: Protocol) -> tuple[str | None, int]:
+    """None, or a sentence about the first state found in which a rank takes what was not put for it, or none can move;
+    and how many states were seen."""
 
     def set_of(n: int) -> int:
         return n % protocol.sets
@@ -60,9 +59,8 @@ def explore(routes: dict[tuple[int, int], set[int]], world: int, rounds: int, pr
         return [(s, v) for s in range(world) if s != rank and rank in routes[s, n] for v in range(VECTORS)]
 
     start = State(tuple(Rank(1, False, ()) for _ in range(world)), frozenset(), ())
-    seen, stack = {start}, [start]
-    while stack:
-        state = stack.pop()
+
+    def successors(state: State) -> list[State] | str:
         memory = dict(state.memory)
         following: list[State] = []
         # A store arrives.
@@ -108,26 +106,9 @@ def explore(routes: dict[tuple[int, int], set[int]], world: int, rounds: int, pr
                 following.append(step(Rank(n + 1, False, ()), state.in_flight))
         if not following and any(rank.round <= rounds for rank in state.ranks):
             return f"no rank can move: {state.ranks}"
-        for new in following:
-            if new not in seen:
-                seen.add(new)
-                stack.append(new)
-    explore.states = len(seen)  # type: ignore[attr-defined]
-    return None
+        return following
 
-
-def all_routes(world: int, rounds: int, per_round: int = 1) -> list[dict[tuple[int, int], set[int]]]:
-    """Every way in which at most ``per_round`` ranks put a row to one peer in each round."""
-    pairs = [(a, b) for a in range(world) for b in range(world) if a != b]
-    choices = [c for k in range(per_round + 1) for c in itertools.combinations(pairs, k)]
-    out = []
-    for picked in itertools.product(choices, repeat=rounds):
-        routes: dict[tuple[int, int], set[int]] = {(r, n): set() for r in range(world) for n in range(1, rounds + 1)}
-        for n, rows in enumerate(picked, 1):
-            for a, b in rows:
-                routes[a, n].add(b)
-        out.append(routes)
-    return out
+    return model.explore(start, successors)
 
 
 PLANTED = {
@@ -139,14 +120,8 @@ PLANTED = {
 
 
 def search(world: int, rounds: int, protocol: Protocol) -> tuple[str | None, int, int]:
-    """What was found first, and how many routings and states were looked at."""
-    states = 0
-    for number, routes in enumerate(all_routes(world, rounds), 1):
-        found = explore(routes, world, rounds, protocol)
-        if found:
-            return found, number, states
-        states += explore.states  # type: ignore[attr-defined]
-    return None, number, states
+    """As :func:`model.search`, with at most one row in a round."""
+    return model.search(model.all_routes(world, rounds), lambda routes: explore(routes, world, rounds, protocol))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ The Steps of cases.py compare every bit; what they are given as ``between`` runs
 
 from __future__ import annotations
 
-import random
 import re
 import threading
 import time
@@ -17,10 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import BY_NAME, CASES, Case, Step, group_for, make_group, roomy_group
-from ranks import Rank, RankError, RankPool
+from ranks import Rank, RankPool
 from test_ops import CASES as OP_CASES
 from test_ops import combine_arguments, dispatch_arguments, equal_by_contract, layout, open_roomy_group, to_meta
-from test_protocol import EXCHANGE, HOLD_UP, LOCAL, POINTS, script
+from test_protocol import EXCHANGE, HOLD_UP, LOCAL, POINTS, run_random_rounds, script
+from test_rows import run_or_be_refused
 from tiny_model import CAPACITY, EXPERTS, HIDDEN, PATIENCE, TOP_K, open_group, tokens
 from torch import nn
 from torch._inductor.utils import fresh_cache, run_and_get_code
@@ -68,11 +68,7 @@ def run_case(rank: Rank, name: str, backend: str) -> None:
 @pytest.mark.parametrize("ep_size", [1, 2, 4])
 @pytest.mark.parametrize("name", [case.name for case in CASES])
 def test_case(ranks: Callable[[int], RankPool], name: str, ep_size: int, backend: str) -> None:
-    if backend == "torch_distributed" and BY_NAME[name].masked:
-        with pytest.raises(RankError, match="ValueError: dispatch: active_rank_mask: expected None, for a collective"):
-            ranks(ep_size).run(run_case, name, backend)
-    else:
-        ranks(ep_size).run(run_case, name, backend)
+    run_or_be_refused(ranks(ep_size), run_case, name, backend)
 
 
 # --- Between a start and its wait -----------------------------------------------------------------------------------
@@ -148,44 +144,9 @@ def test_a_peer_runs_ahead_by_one_round() -> None:
         assert pool.run(run_ahead) == [["ahead", "held back"], ["late"]]
 
 
-def run_random_rounds(rank: Rank, seed: int, rounds: int) -> None:
-    """Random steps of one op or two; every rank draws the same sequence, its own delays and its own computing."""
-    w = rank.world_size
-    shared, own = random.Random(seed), random.Random(f"{seed}/{rank.rank}")
-    most = replace(EXCHANGE, tokens=(12,), spare_rows=4)
-    group = make_group(most, w, rank.rank, rank.device)
-    pending: list[Step] = []
-
-    def between() -> None:
-        time.sleep(own.choice([0, 0, 0, own.randrange(1500)]) / 1e6)
-
-    try:
-        for n in range(rounds):
-            for point in POINTS:
-                _C.set_delay(group.comm, point, own.choice([0, 0, 0, 0, own.randrange(1500)]))
-            form = shared.choice([None, between, between])
-            if pending and (len(pending) == 3 or shared.random() < 0.5):
-                step = pending.pop(shared.randrange(len(pending)))
-                step.between = form
-                step.combine(group)
-                continue
-            case = replace(
-                most, name=f"random {n}", tokens=tuple(shared.randrange(13) for _ in range(w)),
-                top_k=shared.randint(1, 4), spare_rows=shared.randrange(4),
-                routing=shared.choice(["distinct", "local", "dirty", "one_rank", "nowhere", "duplicates"]),
-            )
-            step = Step(case, w, rank.rank, seed, rank.device, between=form)
-            step.dispatch(group)
-            pending.append(step)
-        for step in pending:
-            step.combine(group)
-    finally:
-        group.destroy()
-
-
 @pytest.mark.parametrize("ep_size", [2, 3, 4])
 def test_random_rounds(ranks: Callable[[int], RankPool], ep_size: int) -> None:
-    ranks(ep_size).run(run_random_rounds, 21 + ep_size, 200)
+    ranks(ep_size).run(run_random_rounds, 21 + ep_size, 200, True)
 
 
 def run_without_data_dependency(rank: Rank) -> None:

@@ -7,6 +7,7 @@ visible. A rank that is held up sleeps (set_delay); nothing here is timed.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -74,19 +75,27 @@ def test_50_rounds_without_data_dependency(ranks: Callable[[int], RankPool]) -> 
     ranks(3).run(run_script, "D C D D C C D C", [LOCAL, EXCHANGE, LOCAL, LOCAL], slow, 13)
 
 
-def run_random_rounds(rank: Rank, seed: int, rounds: int) -> None:
-    """``rounds`` random steps; every rank draws the same sequence and its own delays."""
+def run_random_rounds(rank: Rank, seed: int, rounds: int, two_ops: bool = False) -> None:
+    """``rounds`` random steps; every rank draws the same sequence and its own delays. ``two_ops``: some are a start and
+    a wait, and each rank computes for a time of its own in between."""
     w = rank.world_size
     shared, own = random.Random(seed), random.Random(f"{seed}/{rank.rank}")
     most = replace(EXCHANGE, tokens=(12,), top_k=4, spare_rows=4)
     group = make_group(most, w, rank.rank, rank.device)
     pending: list[Step] = []
+
+    def between() -> None:
+        time.sleep(own.choice([0, 0, 0, own.randrange(1500)]) / 1e6)
+
     try:
         for n in range(rounds):
             for point in POINTS:
                 _C.set_delay(group.comm, point, own.choice([0, 0, 0, 0, own.randrange(1500)]))
+            form = shared.choice([None, between, between]) if two_ops else None
             if pending and (len(pending) == 3 or shared.random() < 0.5):
-                pending.pop(shared.randrange(len(pending))).combine(group)
+                step = pending.pop(shared.randrange(len(pending)))
+                step.between = form
+                step.combine(group)
                 continue
             case = replace(
                 most,
@@ -96,7 +105,7 @@ def run_random_rounds(rank: Rank, seed: int, rounds: int) -> None:
                 spare_rows=shared.randrange(4),
                 routing=shared.choice(["distinct", "local", "dirty", "one_rank", "nowhere", "duplicates"]),
             )
-            step = Step(case, w, rank.rank, seed, rank.device)
+            step = Step(case, w, rank.rank, seed, rank.device, between=form)
             step.dispatch(group)
             pending.append(step)
         for step in pending:

@@ -8,16 +8,6 @@
 namespace moe_ep::cuda {
 namespace {
 
-template <class T, class Wire, bool MASK>
-__global__ void __launch_bounds__(kThreads, 2) combine_kernel(const __grid_constant__ CombineParams p) {
-  using Block = CombineBlock<T, Wire, DeviceFence<MASK>>;
-  __shared__ typename Block::Shared shared;
-  DeviceFence<MASK> fence(p.comm, OpKind::kCombine, shared.fence);
-  Block block(p, shared, fence);
-  wait_for_predecessor();
-  block.run();
-}
-
 // One rank, one block per token: the row is loaded beside the word that says whether it counts.
 template <class T, int BYTES>
 __global__ void __launch_bounds__(kAloneThreads) combine_alone_kernel(const __grid_constant__ CombineParams p) {
@@ -71,30 +61,6 @@ const void* alone_kernel_of(ElementType type, bool wide) {
   return nullptr;
 }
 
-template <class T, class Wire>
-const void* kernel_on(bool mask) {
-  return mask ? reinterpret_cast<const void*>(combine_kernel<T, Wire, true>)
-              : reinterpret_cast<const void*>(combine_kernel<T, Wire, false>);
-}
-
-template <class T>
-const void* kernel_for(bool fp8, bool wide, bool mask) {
-  if constexpr (sizeof(T) < 8) {
-    if (fp8) return wide ? kernel_on<T, Fp8Wire<T, true>>(mask) : kernel_on<T, Fp8Wire<T, false>>(mask);
-  }
-  return wide ? kernel_on<T, RowWire<T, 16>>(mask) : kernel_on<T, RowWire<T, static_cast<int>(sizeof(T))>>(mask);
-}
-
-const void* kernel_of(ElementType type, bool fp8, bool wide, bool mask) {
-  switch (type) {
-    case ElementType::kBFloat16: return kernel_for<__nv_bfloat16>(fp8, wide, mask);
-    case ElementType::kFloat16: return kernel_for<__half>(fp8, wide, mask);
-    case ElementType::kFloat32: return kernel_for<float>(fp8, wide, mask);
-    case ElementType::kFloat64: return kernel_for<double>(fp8, wide, mask);
-  }
-  return nullptr;
-}
-
 }  // namespace
 
 constexpr ElementType kElementTypes[] = {ElementType::kBFloat16, ElementType::kFloat16, ElementType::kFloat32,
@@ -113,7 +79,7 @@ std::vector<const void*> combine_kernels() {
   for (const ElementType type : kElementTypes) {
     for (const bool fp8 : {false, true}) {
       for (const bool wide : {false, true}) {
-        for (const bool mask : {false, true}) all.push_back(kernel_of(type, fp8, wide, mask));
+        for (const bool mask : {false, true}) all.push_back(combine_kernel_of<Phase::kWhole>(type, fp8, wide, mask));
       }
     }
   }
@@ -150,7 +116,7 @@ void combine(Communicator& comm, const CombineArgs& args, void* stream) {
     return;
   }
   const void* kernel = args.phase == Phase::kWhole
-                           ? kernel_of(args.element_type, fp8, wide, mask)
+                           ? combine_kernel_of<Phase::kWhole>(args.element_type, fp8, wide, mask)
                            : combine_phase_kernel(args.phase, args.element_type, fp8, wide, mask);
   launch(kernel, p.plan.blocks(), p.plan.threads, &p, end.pdl, stream, op_name(OpKind::kCombine, args.phase));
 }

@@ -203,30 +203,6 @@ class CombineBlock {
     units_ = left < 0 ? 0 : left < p.piece_units ? left : p.piece_units;
   }
 
-  __device__ void run() {
-    transport_.begin(a_.mask);
-    const StepHeader header = step_header(a_);  // whole in every block: a long wait compares headers
-    send(header);
-    if (early_) launch_dependents();  // the block has put everything
-    take(header);
-    transport_.end();
-  }
-
-  // The same in two kernels.
-  __device__ void start() {
-    transport_.begin(a_.mask, Phase::kStart);
-    send(step_header(a_));
-    if (early_) launch_dependents();
-    transport_.leave_to_wait(a_.pending);
-  }
-  __device__ void wait() {
-    transport_.resume(a_.pending);
-    if (early_) launch_dependents();
-    take(step_header(a_));
-    transport_.end(kPhase);
-  }
-
- private:
   // Step 1.
   __device__ void send(const StepHeader& header) {
     if constexpr (Transport::kCounted) {
@@ -263,6 +239,7 @@ class CombineBlock {
     if constexpr (Transport::kCounted) transport_.finish_puts();
   }
 
+ private:
   __device__ int32_t share_of(int32_t n) const { return n > group_ ? divide(n - group_ + groups_ - 1, groups_) : 0; }
   // The i-th of the first n tokens of the group that this kernel takes. From the last to the first where the plan says
   // so: what the kernels before wrote last is what the cache still holds.
@@ -439,5 +416,47 @@ class CombineBlock {
   const int32_t first_unit_;
   int32_t units_;
 };
+
+// The kernels over the fence transport: of the whole op, of its start, of its wait.
+template <class T, class Wire, bool MASK, Phase PHASE>
+__global__ void __launch_bounds__(kThreads, 2) combine_kernel(const __grid_constant__ CombineParams p) {
+  using Block = CombineBlock<T, Wire, DeviceFence<MASK>>;
+  __shared__ typename Block::Shared shared;
+  DeviceFence<MASK> fence(p.comm, OpKind::kCombine, shared.fence);
+  Block block(p, shared, fence);
+  wait_for_predecessor();
+  run_block<PHASE>(block, fence, p);
+}
+
+template <Phase PHASE, class T, class Wire>
+const void* combine_kernel_on(bool mask) {
+  return mask ? reinterpret_cast<const void*>(combine_kernel<T, Wire, true, PHASE>)
+              : reinterpret_cast<const void*>(combine_kernel<T, Wire, false, PHASE>);
+}
+
+template <Phase PHASE, class T>
+const void* combine_kernel_for(bool fp8, bool wide, bool mask) {
+  if constexpr (sizeof(T) < 8) {
+    if (fp8) {
+      return wide ? combine_kernel_on<PHASE, T, Fp8Wire<T, true>>(mask)
+                  : combine_kernel_on<PHASE, T, Fp8Wire<T, false>>(mask);
+    }
+  }
+  constexpr int kOne = static_cast<int>(sizeof(T));
+  return wide ? combine_kernel_on<PHASE, T, RowWire<T, 16>>(mask) : combine_kernel_on<PHASE, T, RowWire<T, kOne>>(mask);
+}
+
+template <Phase PHASE>
+const void* combine_kernel_of(ElementType type, bool fp8, bool wide, bool mask) {
+  // A start puts rows as bytes, whatever they hold.
+  if (PHASE == Phase::kStart && !fp8 && wide) type = ElementType::kFloat32;
+  switch (type) {
+    case ElementType::kBFloat16: return combine_kernel_for<PHASE, __nv_bfloat16>(fp8, wide, mask);
+    case ElementType::kFloat16: return combine_kernel_for<PHASE, __half>(fp8, wide, mask);
+    case ElementType::kFloat32: return combine_kernel_for<PHASE, float>(fp8, wide, mask);
+    case ElementType::kFloat64: return combine_kernel_for<PHASE, double>(fp8, wide, mask);
+  }
+  return nullptr;
+}
 
 }  // namespace moe_ep::cuda

@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kThreads, 2) counted_combine_kernel(const __gr
   Transport transport(p.comm, OpKind::kCombine, shared.combine.fence, shared.counted, slices);
   Block block(p, shared.combine, transport);
   wait_for_predecessor();
-  block.run();
+  run_block(block, transport, p);
 }
 
 template <class T, class Put>

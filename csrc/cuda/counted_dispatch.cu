@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kThreads, 2) counted_dispatch_kernel(const __g
   Transport transport(p.comm, OpKind::kDispatch, shared.dispatch.fence, shared.counted, slices);
   DispatchBlock<BYTES, Transport> block(p, shared.dispatch, transport);
   wait_for_predecessor();
-  block.run();
+  run_block(block, transport, p);
 }
 
 template <class Put>

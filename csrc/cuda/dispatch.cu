@@ -8,15 +8,6 @@
 namespace moe_ep::cuda {
 namespace {
 
-template <int BYTES, bool MASK>
-__global__ void __launch_bounds__(kThreads, 2) dispatch_kernel(const __grid_constant__ DispatchParams p) {
-  __shared__ DispatchShared shared;
-  DeviceFence<MASK> fence(p.comm, OpKind::kDispatch, shared.fence);
-  DispatchBlock<BYTES, DeviceFence<MASK>> block(p, shared, fence);
-  wait_for_predecessor();
-  block.run();
-}
-
 // One rank, one block per row: a row goes where it was, whether or not an id selects an expert (the payload of a row
 // that holds no token is unspecified), so that no load waits for another.
 template <int BYTES>
@@ -59,17 +50,14 @@ __global__ void __launch_bounds__(kAloneThreads) dispatch_alone_kernel(const __g
   }
 }
 
-template <int BYTES>
-const void* kernel_of(bool mask) {
-  return mask ? reinterpret_cast<const void*>(dispatch_kernel<BYTES, true>)
-              : reinterpret_cast<const void*>(dispatch_kernel<BYTES, false>);
-}
-
 }  // namespace
 
 std::vector<const void*> dispatch_kernels() {
-  return {kernel_of<16>(false), kernel_of<16>(true), kernel_of<4>(false),
-          kernel_of<4>(true),   kernel_of<1>(false), kernel_of<1>(true)};
+  std::vector<const void*> all;
+  for (const int64_t unit_bytes : {16, 4, 1}) {
+    for (const bool mask : {false, true}) all.push_back(dispatch_kernel_of<Phase::kWhole>(unit_bytes, mask));
+  }
+  return all;
 }
 std::vector<const void*> dispatch_alone_kernels() {
   return {reinterpret_cast<const void*>(dispatch_alone_kernel<16>),
@@ -99,10 +87,8 @@ void dispatch(Communicator& comm, const DispatchArgs& args, void* stream) {
            "dispatch");
     return;
   }
-  const void* kernel = args.phase != Phase::kWhole ? dispatch_phase_kernel(args.phase, unit, mask)
-                       : unit == 16                ? kernel_of<16>(mask)
-                       : unit == 4                 ? kernel_of<4>(mask)
-                                                   : kernel_of<1>(mask);
+  const void* kernel = args.phase == Phase::kWhole ? dispatch_kernel_of<Phase::kWhole>(unit, mask)
+                                                   : dispatch_phase_kernel(args.phase, unit, mask);
   launch(kernel, p.plan.blocks(), p.plan.threads, &p, end.pdl, stream, op_name(OpKind::kDispatch, args.phase));
 }
 

@@ -59,30 +59,6 @@ class DispatchBlock {
     step_tokens_ = share_of(a_.tokens_per_rank);
   }
 
-  __device__ void run() {
-    transport_.begin(a_.mask);
-    const StepHeader header = step_header(a_);
-    send(header);
-    if (early_) launch_dependents();  // the block has put everything
-    take(header);
-    transport_.end();
-  }
-
-  // The same in two kernels.
-  __device__ void start() {
-    transport_.begin(a_.mask, Phase::kStart);
-    send(step_header(a_));
-    if (early_) launch_dependents();
-    transport_.leave_to_wait(a_.pending);
-  }
-  __device__ void wait() {
-    transport_.resume(a_.pending);
-    if (early_) launch_dependents();
-    take(step_header(a_));
-    transport_.end(kPhase);
-  }
-
- private:
   // Steps 1 and 2.
   __device__ void send(const StepHeader& header) {
     stage_rows();
@@ -110,6 +86,7 @@ class DispatchBlock {
     if constexpr (Transport::kCounted) transport_.finish_puts();
   }
 
+ private:
   // Tokens of this block's group among the first n.
   __device__ int32_t share_of(int32_t n) const { return n > group_ ? divide(n - group_ + groups_ - 1, groups_) : 0; }
   __device__ int32_t token(int32_t i) const { return group_ + i * groups_; }
@@ -354,5 +331,28 @@ class DispatchBlock {
   const bool early_;
   int32_t units_, own_tokens_, step_tokens_;
 };
+
+// The kernels over the fence transport: of the whole op, of its start, of its wait.
+template <int BYTES, bool MASK, Phase PHASE>
+__global__ void __launch_bounds__(kThreads, 2) dispatch_kernel(const __grid_constant__ DispatchParams p) {
+  __shared__ DispatchShared shared;
+  DeviceFence<MASK> fence(p.comm, OpKind::kDispatch, shared.fence);
+  DispatchBlock<BYTES, DeviceFence<MASK>> block(p, shared, fence);
+  wait_for_predecessor();
+  run_block<PHASE>(block, fence, p);
+}
+
+template <Phase PHASE, int BYTES>
+const void* dispatch_kernel_on(bool mask) {
+  return mask ? reinterpret_cast<const void*>(dispatch_kernel<BYTES, true, PHASE>)
+              : reinterpret_cast<const void*>(dispatch_kernel<BYTES, false, PHASE>);
+}
+
+template <Phase PHASE>
+const void* dispatch_kernel_of(int64_t unit_bytes, bool mask) {
+  return unit_bytes == 16  ? dispatch_kernel_on<PHASE, 16>(mask)
+         : unit_bytes == 4 ? dispatch_kernel_on<PHASE, 4>(mask)
+                           : dispatch_kernel_on<PHASE, 1>(mask);
+}
 
 }  // namespace moe_ep::cuda

@@ -5,30 +5,6 @@
 namespace moe_ep::cuda {
 namespace {
 
-template <int BYTES, bool MASK, Phase PHASE>
-__global__ void __launch_bounds__(kThreads, 2) dispatch_phase_kernel_of(const __grid_constant__ DispatchParams p) {
-  __shared__ DispatchShared shared;
-  DeviceFence<MASK> fence(p.comm, OpKind::kDispatch, shared.fence);
-  DispatchBlock<BYTES, DeviceFence<MASK>> block(p, shared, fence);
-  wait_for_predecessor();
-  if constexpr (PHASE == Phase::kStart) {
-    block.start();
-  } else {
-    block.wait();
-  }
-}
-
-template <int BYTES, bool MASK>
-const void* kernel_in(Phase phase) {
-  return phase == Phase::kStart ? reinterpret_cast<const void*>(dispatch_phase_kernel_of<BYTES, MASK, Phase::kStart>)
-                                : reinterpret_cast<const void*>(dispatch_phase_kernel_of<BYTES, MASK, Phase::kWait>);
-}
-
-template <int BYTES>
-const void* kernel_on(Phase phase, bool mask) {
-  return mask ? kernel_in<BYTES, true>(phase) : kernel_in<BYTES, false>(phase);
-}
-
 struct StartAloneParams {
   DeviceComm comm;
   OpKind kind;
@@ -50,9 +26,8 @@ __global__ void start_alone_kernel(const __grid_constant__ StartAloneParams p) {
 }  // namespace
 
 const void* dispatch_phase_kernel(Phase phase, int64_t unit_bytes, bool mask) {
-  return unit_bytes == 16  ? kernel_on<16>(phase, mask)
-         : unit_bytes == 4 ? kernel_on<4>(phase, mask)
-                           : kernel_on<1>(phase, mask);
+  return phase == Phase::kStart ? dispatch_kernel_of<Phase::kStart>(unit_bytes, mask)
+                                : dispatch_kernel_of<Phase::kWait>(unit_bytes, mask);
 }
 
 std::vector<const void*> dispatch_phase_kernels() {

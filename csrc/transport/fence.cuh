@@ -208,4 +208,27 @@ class DeviceFence : public DeviceRound<MASK> {
   Phase phase_ = Phase::kWhole;
 };
 
+// A round of a block, or its start, or its wait. The header is whole in every block: a long wait compares headers.
+template <Phase PHASE = Phase::kWhole, class Block, class Transport, class Params>
+__device__ __forceinline__ void run_block(Block& block, Transport& transport, const Params& p) {
+  if constexpr (PHASE == Phase::kWait) {
+    transport.resume(p.args.pending);
+    if (p.early) launch_dependents();
+    block.take(step_header(p.args));
+    transport.end(kPhase);
+  } else if constexpr (PHASE == Phase::kStart) {
+    transport.begin(p.args.mask, PHASE);
+    block.send(step_header(p.args));
+    if (p.early) launch_dependents();
+    transport.leave_to_wait(p.args.pending);
+  } else {
+    transport.begin(p.args.mask);
+    const StepHeader header = step_header(p.args);
+    block.send(header);
+    if (p.early) launch_dependents();  // the block has put everything
+    block.take(header);
+    transport.end();
+  }
+}
+
 }  // namespace moe_ep::cuda
