@@ -20,8 +20,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "tests" / "results" / "mutations.txt"
 FENCE, DISPATCH, COMBINE = "csrc/transport/fence.h", "csrc/cpu/dispatch.cpp", "csrc/cpu/combine.cpp"
-SHM = "csrc/memory/shm.cpp"
+SHM, WINDOW = "csrc/memory/shm.cpp", "csrc/window.h"
 ROWS, PROTOCOL, FAILURES, HOSTILE = "test_rows.py", "test_protocol.py", "test_failures.py", "test_hostile.py"
+OVERLAP = "test_overlap.py"
 
 FLAG = "    fence.delay(DelayPoint::kBeforeFlag);\n    fence.signal(peer, header);\n"
 EARLY_FLAG = "    fence.signal(peer, header);\n    fence.delay(DelayPoint::kBeforeFlag);\n"
@@ -94,6 +95,14 @@ MUTATIONS = [
              [(COMBINE, " || !HostFence::is_active(mask, rank)) continue;", ") continue;")], HOSTILE),
     Mutation("second thread not refused",
              [(FENCE, "if (!state_.busy.compare_exchange_strong(expected, true))", "if (expected)")], FAILURES),
+    Mutation("op between a start and its wait not refused",
+             [(FENCE, "    if (!misuse.empty()) {\n", "    if (false) {\n")], OVERLAP),
+    Mutation("a wait with the mask of the moment", [(FENCE, "      mask_ = state_.started.mask;\n", "")], OVERLAP),
+    Mutation("a step's form not compared", [(WINDOW, "    default: return h.phases;\n", "    default: return 0;\n")],
+             OVERLAP),
+    Mutation("credit wait removed, start and wait apart", [(FENCE, REUSE, "    return;\n" + REUSE)], OVERLAP),
+    Mutation("start forgotten at once", [(FENCE, "    if (phase_ == Phase::kWait) state_.started.round = 0;\n",
+                                          "    if (phase_ != Phase::kWhole) state_.started.round = 0;\n")], OVERLAP),
     Mutation("failure forgotten", [(FENCE, "    state_.fail(failure);\n", "")], FAILURES),
     Mutation("names of windows not removed", [(SHM, "    shm_unlink(name_.c_str());\n    ::close", "    ::close")],
              FAILURES),
@@ -146,7 +155,7 @@ def main() -> int:
         # A rank that waits for what never comes need not wait long.
         replace_once(tree / "tests" / "cases.py", "TIMEOUT_SEC = 20\n", "TIMEOUT_SEC = 10\n")
         build(tree)
-        broken = failing(tree, ROWS, PROTOCOL, FAILURES, HOSTILE)
+        broken = failing(tree, ROWS, PROTOCOL, FAILURES, HOSTILE, OVERLAP)
         if broken:
             sys.exit(f"mutations.py: tests fail without any mutation: {dict(broken)}")
         for mutation in chosen:

@@ -658,6 +658,23 @@ def test_shared_experts_lie_between_start_and_wait_in_compiled_code(device: str,
     group.destroy()
 
 
+@pytest.mark.parametrize("overlap", PLACES)
+def test_layer_with_shared_experts_exports(device: str, overlap: str) -> None:
+    group = open_group(0, 1, device)
+    layer = make_layer(group, shared_experts=SharedExperts(), overlap=overlap)
+    with torch.no_grad():
+        rows = torch.export.Dim("rows", max=CAPACITY)
+        exported = torch.export.export(
+            layer, (some_tensors(0, 6, device),), dynamic_shapes={"tensors": [{0: rows}] * 3}, strict=False
+        )
+        names = [str(node.target) for node in exported.graph.nodes if "moe_ep." in str(node.target)]
+        assert [name.split(".")[1] for name in names] == [call for call in PLACES[overlap] if call != "shared"]
+        for count in (6, 11):
+            tensors = some_tensors(0, count, device)
+            torch.testing.assert_close(exported.module()(tensors), layer(tensors))
+    group.destroy()
+
+
 def test_a_start_without_a_wait_is_not_dropped(device: str) -> None:
     """A graph that forgets the wait does not hide it: the next op is told."""
     group = open_group(0, 1, device)

@@ -95,8 +95,8 @@ class TorchDistributedAlltoAll(AlternatingAlltoAll):
     def process_group(self) -> dist.ProcessGroup | None:
         """The group that carries the rows; None for a single rank, which needs none.
 
-        It is found by its name: a reference would outlive ``destroy_process_group()``, and the threads of the group with
-        it, which then run into the interpreter's end.
+        It is found by its name: with a reference, the group and its threads would outlive ``destroy_process_group()``,
+        and run into the interpreter's end.
         """
         if self._group_name is None:
             return None
