@@ -171,7 +171,8 @@ def test_window_too_large_for_64_bits() -> None:
 
 def test_keyboard_interrupt_ends_a_wait() -> None:
     program = """
-        import threading, torch, torch_moe_ep as ep
+        import signal, torch, torch_moe_ep as ep
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job is started with the signal ignored
         groups = ep.create_local_group(2, ep.MoEEpCommParams(4, 2, 4, 16, torch.float32))
         print("waiting", flush=True)
         try:

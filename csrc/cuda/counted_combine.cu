@@ -67,8 +67,9 @@ std::vector<const void*> counted_combine_kernels(CountedPuts puts) {
 
 bool takes_counted(const Communicator& comm, const CombineArgs& args) {
   const WindowShape& shape = comm.shape();
-  return args.phase == Phase::kWhole && args.tokens_per_rank <= shape.counted_combine_tokens &&
-         shape.wire == CombineWire::kRows && args.expert_output.bytes % kCountedAlignment == 0 && comm.ep_size() > 1;
+  return args.phase == Phase::kWhole && shape.counted_combine_tokens > 0 &&
+         args.tokens_per_rank <= shape.counted_combine_tokens && shape.wire == CombineWire::kRows &&
+         args.expert_output.bytes % kCountedAlignment == 0 && comm.ep_size() > 1;
 }
 
 void counted_combine(Communicator& comm, const CombineArgs& args, void* stream) {

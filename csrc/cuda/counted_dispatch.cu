@@ -50,7 +50,8 @@ std::vector<const void*> counted_dispatch_kernels(CountedPuts puts) {
 }
 
 bool takes_counted(const Communicator& comm, const DispatchArgs& args) {
-  return args.phase == Phase::kWhole && args.tokens_per_rank <= comm.shape().counted_tokens &&
+  const int64_t most = comm.shape().counted_tokens;
+  return args.phase == Phase::kWhole && most > 0 && args.tokens_per_rank <= most &&
          args.hidden.bytes % kCountedAlignment == 0 && args.scale.bytes % kCountedAlignment == 0 && comm.ep_size() > 1;
 }
 

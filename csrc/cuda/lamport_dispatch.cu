@@ -281,8 +281,8 @@ std::vector<const void*> lamport_dispatch_kernels() { return {kernel_of(false), 
 
 bool takes_lamport(const Communicator& comm, const DispatchArgs& args) {
   const WindowShape& shape = comm.shape();
-  return args.phase == Phase::kWhole && args.tokens_per_rank <= shape.lamport_tokens && args.num_eplb == 0 &&
-         comm.ep_size() > 1;
+  return args.phase == Phase::kWhole && shape.lamport_tokens > 0 && args.tokens_per_rank <= shape.lamport_tokens &&
+         args.num_eplb == 0 && comm.ep_size() > 1;
 }
 
 void lamport_dispatch(Communicator& comm, const DispatchArgs& args, void* stream) {

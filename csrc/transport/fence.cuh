@@ -28,7 +28,7 @@ namespace moe_ep::cuda {
 // What a round finds when it begins.
 enum class Before : int32_t {
   kOtherKind,  // the round before was of another kind
-  kSameKind,
+  kSameKind,   // or of one that the ranks did not agree about
   kMisuse  // the op does not follow from what was started
 };
 
@@ -63,7 +63,8 @@ class DeviceFence : public DeviceRound<MASK> {
       const uint32_t kinds = *reinterpret_cast<volatile uint32_t*>(comm_.state->kinds);
       const Progress before = progress(comm_);
       shared_.round = before.rounds + 1;
-      const bool same = (kinds >> 8 * (before.rounds & 3) & 0xFF) == static_cast<uint32_t>(kind_);
+      const uint32_t kind = kinds >> 8 * (before.rounds & 3) & 0xFF;
+      const bool same = kind == static_cast<uint32_t>(kind_) || kind == kDisputedRound;
       shared_.before = before.started ? Before::kMisuse : same ? Before::kSameKind : Before::kOtherKind;
       if (blockIdx.x == 0 && !before.started) note_kind(comm_, shared_.round, static_cast<uint32_t>(kind_));
     }
@@ -73,7 +74,7 @@ class DeviceFence : public DeviceRound<MASK> {
   __device__ void resume(const int64_t* pending) {
     Base::load_started_mask();
     if (threadIdx.x == 0) {
-      const Progress before = progress(comm_);
+      const Progress before = progress(comm_, Phase::kWait);
       shared_.round = before.rounds + 1;
       shared_.before = follows(comm_, before, kind_, Phase::kWait, pending) ? Before::kOtherKind : Before::kMisuse;
     }
@@ -179,8 +180,9 @@ class DeviceFence : public DeviceRound<MASK> {
     await_async_copies();
     for (int32_t p = static_cast<int32_t>(threadIdx.x); p < comm_.ep_size; p += static_cast<int32_t>(blockDim.x)) {
       // A flag of 0: the wait was given up because of a disagreement, which is on record.
-      if (is_peer(p) && shared_.flags[p] != 0) {
-        Base::disagrees(round(), p, flag_kind(shared_.flags[p]), mine, shared_.headers[p]);
+      if (!is_peer(p)) continue;
+      if (shared_.flags[p] == 0 || Base::disagrees(round(), p, flag_kind(shared_.flags[p]), mine, shared_.headers[p])) {
+        note_kind(comm_, round(), kDisputedRound);
       }
     }
   }

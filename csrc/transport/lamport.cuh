@@ -86,6 +86,7 @@ class DeviceLamport : public DeviceRound<MASK> {
 
   // The end of step 1, by block 0: the headers of all peers, compared.
   __device__ void check_headers(const StepHeader& mine) {
+    __syncthreads();  // the kind of the round is noted
     for (int32_t p = static_cast<int32_t>(threadIdx.x); p < comm_.ep_size; p += static_cast<int32_t>(blockDim.x)) {
       if (!is_peer(p)) continue;
       StepHeader theirs;
@@ -93,7 +94,7 @@ class DeviceLamport : public DeviceRound<MASK> {
       const bool came = Base::poll(
           round_, p, PostMortem::kNoHeader, [&] { return Base::load_lamport_header(round_, p, theirs, kind); },
           [&] { return Base::tells_another_step(round_, p, mine); });
-      if (came) Base::disagrees(round_, p, kind, mine, theirs);
+      if (!came || Base::disagrees(round_, p, kind, mine, theirs)) note_kind(comm_, round_, kDisputedRound);
     }
   }
 

@@ -11,7 +11,10 @@
 // A start and its wait add half a round each, so the ticket also tells a kernel whether a start is without its wait:
 // after a start of round 4 it is 196608 + 32768. No other kernel may run then (csrc/transport/fence.h): one that finds
 // itself there leaves a record and ends without having done anything, and so does a wait that finds no start. All
-// blocks of a launch decide alike, for none of them changes the answer before it ends.
+// blocks of a launch decide alike, however many have ended: the remainder of the ticket is exactly kPhase only between
+// a start and its wait. With at most kMaxBlocks blocks, the partial sums of a whole op leave less than kMaxBlocks or at
+// least kTicket - kMaxBlocks, those of a start less than kMaxBlocks or kPhase - kMaxBlocks to kPhase - 1, and those of
+// a wait at least kPhase, so that its blocks ask for no more than that.
 //
 // Rounds of all transports of a communicator share the counter and the history of kinds. Each of them lets no rank end
 // round n before it has heard in round n from every peer, so a rank in round n + 1 knows that its peers have completed
@@ -29,6 +32,9 @@ constexpr unsigned long long kPhase = kTicket / 2;  // a start, or its wait
 
 // How a round is noted in DeviceState::kinds: fence rounds by their OpKind, which step 2 of the fence asks for.
 constexpr uint32_t kLamportRound = 3;
+// Ranks that disagreed about the op may each remember another kind. Every one of them has heard a peer that differs, so
+// all note this, and all post and await done words in the next round.
+constexpr uint32_t kDisputedRound = 0;
 
 __device__ __forceinline__ void hold_up(int64_t cycles) {
   if (cycles <= 0) return;
@@ -43,11 +49,12 @@ __device__ __forceinline__ void add_ticket(const DeviceComm& comm, unsigned long
 // What was done before this kernel.
 struct Progress {
   uint64_t rounds;  // completed
-  bool started;  // a start is without its wait
+  bool started;  // a start is without its wait; in a wait also when some of its blocks have ended
 };
-__device__ __forceinline__ Progress progress(const DeviceComm& comm) {
+__device__ __forceinline__ Progress progress(const DeviceComm& comm, Phase phase = Phase::kWhole) {
   const unsigned long long ticket = *reinterpret_cast<volatile unsigned long long*>(&comm.state->ticket);
-  return {ticket / kTicket, (ticket / kPhase & 1) != 0};
+  const unsigned long long part = ticket % kTicket;
+  return {ticket / kTicket, phase == Phase::kWait ? part >= kPhase : part == kPhase};
 }
 __device__ __forceinline__ void note_kind(const DeviceComm& comm, uint64_t round, uint32_t kind) {
   *const_cast<volatile unsigned char*>(&comm.state->kinds[round & 3]) = static_cast<unsigned char>(kind);
