@@ -57,9 +57,8 @@ class TorchDistributedAlltoAll(AlternatingAlltoAll):
                 "torch.distributed.init_process_group(store=...) with this store first"
             )
         exchange, group = choose_comm_backend(replace(bootstrap, tcp_store=None), None)
-        alone = not isinstance(group, dist.ProcessGroup)
-        self._group_name: str | None = None if alone else group.group_name
-        backends = "none" if alone else dist.get_backend_config(group)
+        self._group_name: str | None = group.group_name if isinstance(group, dist.ProcessGroup) else None
+        backends = "none" if self._group_name is None else dist.get_backend_config(group)
         self.device = torch.device("cpu")
         if bootstrap.device is not None or "cuda:nccl" in backends:
             index = torch.cuda.current_device() if bootstrap.device is None else bootstrap.device

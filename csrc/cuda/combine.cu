@@ -63,9 +63,6 @@ const void* alone_kernel_of(ElementType type, bool wide) {
 
 }  // namespace
 
-constexpr ElementType kElementTypes[] = {ElementType::kBFloat16, ElementType::kFloat16, ElementType::kFloat32,
-                                         ElementType::kFloat64};
-
 std::vector<const void*> combine_alone_kernels() {
   std::vector<const void*> all;
   for (const ElementType type : kElementTypes) {
@@ -76,13 +73,7 @@ std::vector<const void*> combine_alone_kernels() {
 
 std::vector<const void*> combine_kernels() {
   std::vector<const void*> all;
-  for (const ElementType type : kElementTypes) {
-    for (const bool fp8 : {false, true}) {
-      for (const bool wide : {false, true}) {
-        for (const bool mask : {false, true}) all.push_back(combine_kernel_of<Phase::kWhole>(type, fp8, wide, mask));
-      }
-    }
-  }
+  add_combine_kernels<Phase::kWhole>(all);
   return all;
 }
 

@@ -28,6 +28,8 @@ struct CombineParams {
   int32_t piece_units;  // of a piece
 };
 
+constexpr ElementType kElementTypes[] = {ElementType::kBFloat16, ElementType::kFloat16, ElementType::kFloat32,
+                                         ElementType::kFloat64};
 constexpr intptr_t kOwn = 1;  // addresses of rows are even
 
 template <bool COUNTED>
@@ -457,6 +459,17 @@ const void* combine_kernel_of(ElementType type, bool fp8, bool wide, bool mask) 
     case ElementType::kFloat64: return combine_kernel_for<PHASE, double>(fp8, wide, mask);
   }
   return nullptr;
+}
+
+template <Phase PHASE>
+void add_combine_kernels(std::vector<const void*>& all) {
+  for (const ElementType type : kElementTypes) {
+    for (const bool fp8 : {false, true}) {
+      for (const bool wide : {false, true}) {
+        for (const bool mask : {false, true}) all.push_back(combine_kernel_of<PHASE>(type, fp8, wide, mask));
+      }
+    }
+  }
 }
 
 }  // namespace moe_ep::cuda

@@ -56,8 +56,7 @@ const void* kernel_of(CountedPuts puts, ElementType type, bool wide, bool mask) 
 
 std::vector<const void*> counted_combine_kernels(CountedPuts puts) {
   std::vector<const void*> all;
-  for (const ElementType type :
-       {ElementType::kBFloat16, ElementType::kFloat16, ElementType::kFloat32, ElementType::kFloat64}) {
+  for (const ElementType type : kElementTypes) {
     for (const bool wide : {false, true}) {
       for (const bool mask : {false, true}) all.push_back(kernel_of(puts, type, wide, mask));
     }
@@ -67,9 +66,8 @@ std::vector<const void*> counted_combine_kernels(CountedPuts puts) {
 
 bool takes_counted(const Communicator& comm, const CombineArgs& args) {
   const WindowShape& shape = comm.shape();
-  return args.phase == Phase::kWhole && shape.counted_combine_tokens > 0 &&
-         args.tokens_per_rank <= shape.counted_combine_tokens && shape.wire == CombineWire::kRows &&
-         args.expert_output.bytes % kCountedAlignment == 0 && comm.ep_size() > 1;
+  return in_reach(comm, args, shape.counted_combine_tokens) && shape.wire == CombineWire::kRows &&
+         args.expert_output.bytes % kCountedAlignment == 0;
 }
 
 void counted_combine(Communicator& comm, const CombineArgs& args, void* stream) {

@@ -50,9 +50,8 @@ std::vector<const void*> counted_dispatch_kernels(CountedPuts puts) {
 }
 
 bool takes_counted(const Communicator& comm, const DispatchArgs& args) {
-  const int64_t most = comm.shape().counted_tokens;
-  return args.phase == Phase::kWhole && most > 0 && args.tokens_per_rank <= most &&
-         args.hidden.bytes % kCountedAlignment == 0 && args.scale.bytes % kCountedAlignment == 0 && comm.ep_size() > 1;
+  return in_reach(comm, args, comm.shape().counted_tokens) && args.hidden.bytes % kCountedAlignment == 0 &&
+         args.scale.bytes % kCountedAlignment == 0;
 }
 
 void counted_dispatch(Communicator& comm, const DispatchArgs& args, void* stream) {

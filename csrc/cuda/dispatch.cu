@@ -54,9 +54,7 @@ __global__ void __launch_bounds__(kAloneThreads) dispatch_alone_kernel(const __g
 
 std::vector<const void*> dispatch_kernels() {
   std::vector<const void*> all;
-  for (const int64_t unit_bytes : {16, 4, 1}) {
-    for (const bool mask : {false, true}) all.push_back(dispatch_kernel_of<Phase::kWhole>(unit_bytes, mask));
-  }
+  add_dispatch_kernels<Phase::kWhole>(all);
   return all;
 }
 std::vector<const void*> dispatch_alone_kernels() {

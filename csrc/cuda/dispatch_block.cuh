@@ -355,4 +355,11 @@ const void* dispatch_kernel_of(int64_t unit_bytes, bool mask) {
                            : dispatch_kernel_on<PHASE, 1>(mask);
 }
 
+template <Phase PHASE>
+void add_dispatch_kernels(std::vector<const void*>& all) {
+  for (const int64_t unit_bytes : {16, 4, 1}) {
+    for (const bool mask : {false, true}) all.push_back(dispatch_kernel_of<PHASE>(unit_bytes, mask));
+  }
+}
+
 }  // namespace moe_ep::cuda

@@ -32,11 +32,8 @@ const void* dispatch_phase_kernel(Phase phase, int64_t unit_bytes, bool mask) {
 
 std::vector<const void*> dispatch_phase_kernels() {
   std::vector<const void*> all;
-  for (const Phase phase : {Phase::kStart, Phase::kWait}) {
-    for (const int64_t unit_bytes : {16, 4, 1}) {
-      for (const bool mask : {false, true}) all.push_back(dispatch_phase_kernel(phase, unit_bytes, mask));
-    }
-  }
+  add_dispatch_kernels<Phase::kStart>(all);
+  add_dispatch_kernels<Phase::kWait>(all);
   return all;
 }
 

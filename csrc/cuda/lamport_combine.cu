@@ -198,9 +198,8 @@ std::vector<const void*> lamport_combine_kernels() {
 
 bool takes_lamport(const Communicator& comm, const CombineArgs& args) {
   const WindowShape& shape = comm.shape();
-  return args.phase == Phase::kWhole && shape.lamport_tokens > 0 && args.tokens_per_rank <= shape.lamport_tokens &&
-         comm.ep_size() > 1 && shape.wire == CombineWire::kRows && args.element_type != ElementType::kFloat64 &&
-         args.expert_output.bytes % 4 == 0;
+  return in_reach(comm, args, shape.lamport_tokens) && shape.wire == CombineWire::kRows &&
+         args.element_type != ElementType::kFloat64 && args.expert_output.bytes % 4 == 0;
 }
 
 void lamport_combine(Communicator& comm, const CombineArgs& args, void* stream) {

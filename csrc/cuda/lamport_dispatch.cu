@@ -280,9 +280,7 @@ const void* kernel_of(bool mask) {
 std::vector<const void*> lamport_dispatch_kernels() { return {kernel_of(false), kernel_of(true)}; }
 
 bool takes_lamport(const Communicator& comm, const DispatchArgs& args) {
-  const WindowShape& shape = comm.shape();
-  return args.phase == Phase::kWhole && shape.lamport_tokens > 0 && args.tokens_per_rank <= shape.lamport_tokens &&
-         args.num_eplb == 0 && comm.ep_size() > 1;
+  return in_reach(comm, args, comm.shape().lamport_tokens) && args.num_eplb == 0;
 }
 
 void lamport_dispatch(Communicator& comm, const DispatchArgs& args, void* stream) {

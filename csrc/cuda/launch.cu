@@ -180,8 +180,7 @@ Plan DeviceEnd::plan(int32_t tokens_per_rank, int64_t row_bytes, int32_t blocks)
   const int32_t most = std::min(max_blocks, blocks);
   if (forced.piece_bytes != 0) {
     Plan p = forced;
-    p.pieces = static_cast<int32_t>(std::min<int64_t>(p.pieces, std::max<int64_t>(1, row_bytes / 128)));
-    p.pieces = std::min(p.pieces, blocks);
+    p.pieces = static_cast<int32_t>(std::min<int64_t>({p.pieces, blocks, std::max<int64_t>(1, row_bytes / 128)}));
     p.groups = std::min(p.groups, blocks / p.pieces);
     p.piece_bytes = round_up((row_bytes + p.pieces - 1) / p.pieces, 128);
     return p;

@@ -116,8 +116,14 @@ int32_t resident_blocks(int32_t device_index, CountedPuts counted = CountedPuts:
 void dispatch(Communicator& comm, const DispatchArgs& args, void* stream);
 void combine(Communicator& comm, const CombineArgs& args, void* stream);
 
-// Whether a step goes through the Lamport transport; the same on all ranks that agree about the step. One of two ops
-// never does: the fence alone has a place between what is sent and what is awaited.
+// Whether a step is one that a transport for R of up to `most` (0: off) may take at all. One of two ops never is: the
+// fence alone has a place between what is sent and what is awaited.
+template <class Args>
+bool in_reach(const Communicator& comm, const Args& args, int64_t most) {
+  return args.phase == Phase::kWhole && most > 0 && args.tokens_per_rank <= most && comm.ep_size() > 1;
+}
+
+// Whether a step goes through the Lamport transport; the same on all ranks that agree about the step.
 bool takes_lamport(const Communicator& comm, const DispatchArgs& args);
 bool takes_lamport(const Communicator& comm, const CombineArgs& args);
 void lamport_dispatch(Communicator& comm, const DispatchArgs& args, void* stream);

@@ -179,8 +179,8 @@ class DeviceFence : public DeviceRound<MASK> {
     if (blockIdx.x != 0) return;
     await_async_copies();
     for (int32_t p = static_cast<int32_t>(threadIdx.x); p < comm_.ep_size; p += static_cast<int32_t>(blockDim.x)) {
-      // A flag of 0: the wait was given up because of a disagreement, which is on record.
       if (!is_peer(p)) continue;
+      // A flag of 0: the wait was given up because of a disagreement, which is on record.
       if (shared_.flags[p] == 0 || Base::disagrees(round(), p, flag_kind(shared_.flags[p]), mine, shared_.headers[p])) {
         note_kind(comm_, round(), kDisputedRound);
       }
