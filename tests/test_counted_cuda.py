@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_cuda import check_echo, echo, inputs, ranks_of
+from test_cuda import check_echo, check_echoes, echo, inputs, ranks_of
 from transport_checks import (
     DISAGREEMENTS,
     FORMATS,
@@ -144,10 +144,7 @@ def test_windows_keep_their_counts_over_a_checkpoint() -> None:
     with ranks_of(w, MoEEpCommParams(e, k, t, h), **ON) as ranks:
         data = inputs(w, t, h, k, e, 3)
         for _ in range(2):
-            outs = ranks.each(lambda rank, g: echo(g, *data[rank]))
-            ranks.join()
-            for rank in range(w):
-                check_echo(outs[rank], *data[rank], e, w)
+            check_echoes(ranks, data, e)
             if ranks.groups[0].describe()["memory"] == "cuda_ipc":  # type: ignore[attr-defined]
                 pytest.skip("cudaIpc windows cannot keep their addresses")
             run_local_group(w, lambda rank: ranks.groups[rank].checkpoint_prepare())  # type: ignore[attr-defined]

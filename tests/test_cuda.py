@@ -92,6 +92,15 @@ def check_echo(out: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, e: int, w:
     assert torch.equal(out, (x.float() * copies(ids, e, w)).to(x.dtype))
 
 
+def check_echoes(ranks: Ranks, data: list[Any], e: int, r: int | None = None) -> None:
+    """An eager dispatch and combine on every rank."""
+    ranks.join()
+    outs = ranks.each(lambda rank, group: echo(group, *data[rank], r))
+    ranks.join()
+    for rank, out in enumerate(outs):
+        check_echo(out, *data[rank], e, len(outs))
+
+
 @pytest.mark.parametrize("wire", ["rows", "fp8", "fp8_plain"])
 @pytest.mark.parametrize("ep_size", [2, 4, 8])
 def test_combine_equals_the_cpu_column(ep_size: int, wire: str) -> None:
@@ -178,13 +187,10 @@ def test_long_waits_are_no_disagreement(point: str) -> None:
     with ranks_of(w, MoEEpCommParams(e, k, t, h)) as ranks:
         _C.set_delay(ranks.groups[2].comm, point, 20_000)
         data = inputs(w, t, h, k, e, 1)
-        ranks.join()
         for _ in range(3):
-            outs = ranks.each(lambda r, group: echo(group, *data[r]))
-            ranks.join()
-            for r, group in enumerate(ranks.groups):
+            check_echoes(ranks, data, e)
+            for group in ranks.groups:
                 assert group.last_error() is None  # type: ignore[attr-defined]
-                check_echo(outs[r], *data[r], e, w)
 
 
 def capture(ranks: Ranks, record: Any) -> torch.cuda.CUDAGraph:
@@ -229,11 +235,7 @@ def test_graphs_of_several_sizes_replay_in_any_order_mixed_with_eager() -> None:
                 check_echo(outs[r], *data[r], e, w)
             if source.random() < 0.5:
                 data = inputs(w, 5, h, k, e, source.randrange(1000))
-                ranks.join()
-                eager = ranks.each(lambda r, group: echo(group, *data[r], 9))  # noqa: B023
-                ranks.join()
-                for r in range(w):
-                    check_echo(eager[r], *data[r], e, w)
+                check_echoes(ranks, data, e, 9)
 
 
 def test_active_ranks_are_seen_by_replays() -> None:
@@ -346,10 +348,7 @@ def test_ranks_that_disagree_are_told_and_go_on() -> None:
             assert "disagree about tokens_per_rank" in (group.last_error() or "")  # type: ignore[attr-defined]
             with pytest.raises(RuntimeError, match=values):
                 dispatch(group, *data[r])
-        outs = ranks.each(lambda r, group: echo(group, *data[r]))
-        ranks.join()
-        for r in range(w):
-            check_echo(outs[r], *data[r], e, w)
+        check_echoes(ranks, data, e)
 
 
 TRAP = """
@@ -399,11 +398,7 @@ def test_every_kind_of_memory(memory: str, monkeypatch: pytest.MonkeyPatch) -> N
     with ranks_of(w, MoEEpCommParams(e, k, t, h)) as ranks:
         assert ranks.groups[0].describe()["memory"] == memory
         data = inputs(w, t, h, k, e, 1)
-        ranks.join()
-        outs = ranks.each(lambda r, group: echo(group, *data[r]))
-        ranks.join()
-        for r in range(w):
-            check_echo(outs[r], *data[r], e, w)
+        check_echoes(ranks, data, e)
 
 
 def test_a_kind_of_memory_that_no_rank_has_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

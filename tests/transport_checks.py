@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_cuda import Ranks, check_echo, copies, echo, inputs, ranks_of
+from test_cuda import Ranks, check_echo, check_echoes, copies, echo, inputs, ranks_of
 
 from torch_moe_ep import (
     _C,
@@ -96,16 +96,6 @@ def check_combine(shapes: Sequence[tuple[int, int, int, int]], dtype: torch.dtyp
             check_against_cpu(cpu, [ranks], args, 5)
         for group in cpu:
             group.destroy()
-
-
-def check_echoes(ranks: Ranks, data: list[Any], e: int) -> None:
-    """An eager dispatch and combine on every rank."""
-    w = len(ranks.groups)
-    torch.cuda.synchronize()
-    outs = ranks.each(lambda rank, g: echo(g, *data[rank]))
-    torch.cuda.synchronize()
-    for rank in range(w):
-        check_echo(outs[rank], *data[rank], e, w)
 
 
 def check_random_graphs(
