@@ -18,7 +18,7 @@ PROGRAMS = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILIN
 
 # Put before a program: memory that nobody has written to is NaN, so that it shows where it is used.
 NAN_IN_EMPTY_ROWS = "import torch\ntorch.use_deterministic_algorithms(True)\n"
-# Appended to a program, whose names it uses: the same layer with all experts in one process.
+# Put before the end of a program, whose names it uses: the same layer with all experts in one process.
 CHECK = """
 everyones = [None] * W
 dist.all_gather_object(everyones, experts.state_dict())
@@ -36,7 +36,6 @@ if y.requires_grad and any(p.grad is not None for p in experts.parameters()):  #
         weight_of_tokens = sum(((w * (ids == int(e))).sum(1) @ rows for rows, ids, w in batches), torch.zeros(H))
         torch.testing.assert_close(expert.weight.grad, weight_of_tokens.expand(H, H), rtol=1e-4, atol=1e-4)
 dist.barrier()
-dist.destroy_process_group()
 """
 
 
@@ -44,7 +43,9 @@ dist.destroy_process_group()
 def test_program_runs_under_torchrun(number: int, tmp_path: Path) -> None:
     assert len(PROGRAMS) == 2
     program = tmp_path / "use.py"
-    program.write_text(NAN_IN_EMPTY_ROWS + PROGRAMS[number] + CHECK)
+    end = "dist.destroy_process_group()\n"
+    assert PROGRAMS[number].endswith(end)
+    program.write_text(NAN_IN_EMPTY_ROWS + PROGRAMS[number].removesuffix(end) + CHECK + end)
     run = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)],
         capture_output=True, text=True, timeout=300,

@@ -175,12 +175,15 @@ def check_disagreement(what: str, later: Sequence[int], options: dict[str, Any])
     w, h, k, e, c = 2, 64, 2, 4, 16
     with ranks_of(w, MoEEpCommParams(e, k, c, h), **options) as ranks:
         x, ids = inputs(1, 4, h, k, e, 1)[0]
+        # Made before any op waits: what torch loads to make them may wait for the op.
+        rows = torch.zeros(w * 4, h, device="cuda").bfloat16()
+        routing = torch.full((1 + w + 2, 4), -1, dtype=torch.int32, device="cuda")
+        torch.cuda.synchronize()
         other = {"tokens_per_rank": 6, "another transport": 12, "another op": 4}[what]
 
         def odd(rank: int, g: MoEEpCommunication) -> None:
             if rank == 1 and what == "another op":
-                routing = torch.full((1 + w + 2, 4), -1, dtype=torch.int32, device="cuda")
-                combine(g, torch.zeros(w * 4, h, device="cuda").bfloat16(), routing, num_tokens=4)
+                combine(g, rows, routing, num_tokens=4)
             else:
                 dispatch(g, x, ids, tokens_per_rank=4 if rank == 0 else other)
 
