@@ -60,10 +60,10 @@ class DeviceFence : public DeviceRound<MASK> {
     phase_ = phase;
     Base::load_mask(mask);
     if (threadIdx.x == 0) {
-      const uint32_t kinds = load_kinds(comm_);
+      const uint32_t kinds = *reinterpret_cast<volatile uint32_t*>(comm_.state->kinds);
       const Progress before = progress(comm_);
       shared_.round = before.rounds + 1;
-      const uint32_t kind = kind_of(kinds, before.rounds);
+      const uint32_t kind = kinds >> 8 * (before.rounds & 3) & 0xFF;
       const bool same = kind == static_cast<uint32_t>(kind_) || kind == kDisputedRound;
       shared_.before = before.started ? Before::kMisuse : same ? Before::kSameKind : Before::kOtherKind;
       if (blockIdx.x == 0 && !before.started) note_kind(comm_, shared_.round, static_cast<uint32_t>(kind_));
@@ -98,7 +98,13 @@ class DeviceFence : public DeviceRound<MASK> {
     if (shared_.before == Before::kMisuse) Base::refuse(phase_);
     if (phase_ == Phase::kStart) Base::keep_started_mask();
     const bool same_kind = shared_.before == Before::kSameKind;
-    if (blockIdx.x == 0) Base::post_done(round());
+    if (blockIdx.x == 0) {
+      for (int32_t p = static_cast<int32_t>(threadIdx.x); p < comm_.ep_size; p += static_cast<int32_t>(blockDim.x)) {
+        if (!is_peer(p)) continue;
+        fence_sys();
+        store_relaxed_sys(window(p).done(comm_.offsets, comm_.rank), round() - 1);
+      }
+    }
     // With masks and another kind before, the round before that is the last that can matter.
     const uint64_t last = same_kind ? round() - 1 : round() - 2;
     if (round() > 2 || same_kind) {

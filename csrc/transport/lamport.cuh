@@ -37,7 +37,6 @@ class DeviceLamport : public DeviceRound<MASK> {
   __device__ void begin(const RankMask& mask) {
     Base::load_mask(mask);
     __syncthreads();
-    kinds_ = load_kinds(comm_);
     const Progress before = progress(comm_);
     round_ = before.rounds + 1;
     if (before.started) Base::refuse(Phase::kWhole);
@@ -48,12 +47,14 @@ class DeviceLamport : public DeviceRound<MASK> {
   // Before anything is put: a peer that may have been masked has completed round n - 2.
   __device__ void await_reuse() {
     Base::delay(DelayPoint::kBeforePut);
-    // After a round over the fence, peers that take another step than this rank, over the fence, await the word before
-    // they learn of the disagreement.
-    if (blockIdx.x == 0 && (MASK || kind_of(kinds_, round_ - 1) != kLamportRound)) Base::post_done(round_);
     if constexpr (MASK) {
       for (int32_t p = static_cast<int32_t>(threadIdx.x); p < comm_.ep_size; p += static_cast<int32_t>(blockDim.x)) {
-        if (!is_peer(p) || round_ <= 2) continue;
+        if (!is_peer(p)) continue;
+        if (blockIdx.x == 0) {
+          fence_sys();
+          store_relaxed_sys(window(p).done(comm_.offsets, comm_.rank), round_ - 1);
+        }
+        if (round_ <= 2) continue;
         const uint64_t* word = own().done(comm_.offsets, p);
         Base::poll(
             round_, p, PostMortem::kNoDone, [&] { return load_acquire_sys(word) >= round_ - 2; }, [] { return false; });
@@ -152,7 +153,6 @@ class DeviceLamport : public DeviceRound<MASK> {
 
  private:
   uint64_t round_ = 0;
-  uint32_t kinds_ = 0;
 };
 
 }  // namespace moe_ep::cuda

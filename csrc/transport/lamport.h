@@ -30,8 +30,6 @@
 //           before rank 1 has taken the row of round 1. Without headers rank 0 would go on, and round 3 would overwrite
 //           set 1 under rank 1's eyes: vectors of the tags 1 and 3 in one row, and the former lost.
 //   tests/lamport_model.py explores every order of these steps for three ranks and three rounds.
-// After a round over the fence a rank posts its done word all the same: the round may turn out to be one that the ranks
-// do not agree about, and peers that take it over the fence await the word before they put anything, and hear of it.
 // A masked rank is neither sent to nor awaited. It may then lag or run ahead unseen, so with rank masks every rank also
 // posts a done word at the beginning of a round (round n: n-1 is completed) and awaits that n-2 is completed before it
 // puts anything.

@@ -33,7 +33,7 @@ constexpr unsigned long long kPhase = kTicket / 2;  // a start, or its wait
 // How a round is noted in DeviceState::kinds: fence rounds by their OpKind, which step 2 of the fence asks for.
 constexpr uint32_t kLamportRound = 3;
 // Ranks that disagreed about the op may each remember another kind. Every one of them has heard a peer that differs, so
-// all note this, and all post done words in the next round, whatever its transport; the fence awaits them.
+// all note this, and all post and await done words in the next round.
 constexpr uint32_t kDisputedRound = 0;
 
 __device__ __forceinline__ void hold_up(int64_t cycles) {
@@ -56,11 +56,6 @@ __device__ __forceinline__ Progress progress(const DeviceComm& comm, Phase phase
   const unsigned long long part = ticket % kTicket;
   return {ticket / kTicket, phase == Phase::kWait ? part >= kPhase : part == kPhase};
 }
-// The last four rounds' kinds; with progress() one load's way.
-__device__ __forceinline__ uint32_t load_kinds(const DeviceComm& comm) {
-  return *reinterpret_cast<volatile uint32_t*>(comm.state->kinds);
-}
-__device__ __forceinline__ uint32_t kind_of(uint32_t kinds, uint64_t round) { return kinds >> 8 * (round & 3) & 0xFF; }
 __device__ __forceinline__ void note_kind(const DeviceComm& comm, uint64_t round, uint32_t kind) {
   *const_cast<volatile unsigned char*>(&comm.state->kinds[round & 3]) = static_cast<unsigned char>(kind);
 }
@@ -165,15 +160,6 @@ class DeviceRound {
  protected:
   // Tests only: holds the rank up.
   __device__ void delay(DelayPoint point) const { hold_up(comm_.delay_cycles[static_cast<int>(point)]); }
-
-  // Step 1 of the fence (csrc/transport/fence.h), by block 0.
-  __device__ void post_done(uint64_t round) const {
-    for (int32_t p = static_cast<int32_t>(threadIdx.x); p < comm_.ep_size; p += static_cast<int32_t>(blockDim.x)) {
-      if (!is_peer(p)) continue;
-      fence_sys();
-      store_relaxed_sys(window(p).done(comm_.offsets, comm_.rank), round - 1);
-    }
-  }
 
   // A wait ends when ready() is true; when, looked at now and then, give_up() is; or at the deadline, in a trap.
   template <class Ready, class GiveUp>
