@@ -187,12 +187,16 @@ def check_disagreement(what: str, later: Sequence[int], options: dict[str, Any])
             else:
                 dispatch(g, x, ids, tokens_per_rank=4 if rank == 0 else other)
 
-        ranks.each(odd)
-        ranks.join()
-        for rank, g in enumerate(ranks.groups):
-            with pytest.raises(RuntimeError, match="the op" if what == "another op" else "tokens_per_rank") as caught:
-                dispatch(g, x, ids)
-            assert f"rank {rank} has" in str(caught.value) and f"rank {1 - rank} has" in str(caught.value)
+        for before in (None, None, c):  # one such round after another, and after a dispatch over the fence
+            if before is not None:
+                ranks.each(lambda _, g: dispatch(g, x, ids, tokens_per_rank=before))  # noqa: B023
+            ranks.each(odd)
+            ranks.join()
+            for rank, g in enumerate(ranks.groups):
+                named = "the op" if what == "another op" else "tokens_per_rank"
+                with pytest.raises(RuntimeError, match=named) as caught:
+                    dispatch(g, x, ids)
+                assert f"rank {rank} has" in str(caught.value) and f"rank {1 - rank} has" in str(caught.value)
         for r in later:
             outs = ranks.each(lambda rank, g: echo(g, x, ids, r))  # noqa: B023
             ranks.join()

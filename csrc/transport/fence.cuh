@@ -17,6 +17,10 @@
 // which orders them before that warp's relaxed flag stores (release pattern, cumulativity). A polling thread loads the
 // flag with ld.acquire.sys; the barrier after it orders every thread's later loads.
 //
+// A peer whose step is another one than this rank's may post no word. What it tells of the round, over the fence or
+// Lamport, says as much: it has completed the round before. So a wait for the word ends then too, and step 5 finds what
+// the ranks do not agree about.
+//
 // A start and its wait are two kernels with the same plan; the boundary between them is one between kernels of a rank,
 // as that between two rounds is. The mask of the round is kept in device memory by the start.
 #pragma once
@@ -28,7 +32,7 @@ namespace moe_ep::cuda {
 // What a round finds when it begins.
 enum class Before : int32_t {
   kOtherKind,  // the round before was of another kind
-  kSameKind,   // or of one that the ranks did not agree about
+  kSameKind,  // or of one that the ranks did not agree about
   kMisuse  // the op does not follow from what was started
 };
 
@@ -112,7 +116,8 @@ class DeviceFence : public DeviceRound<MASK> {
         if (!is_peer(p)) continue;
         const uint64_t* word = own().done(comm_.offsets, p);
         Base::poll(
-            round(), p, PostMortem::kNoDone, [&] { return load_acquire_sys(word) >= last; }, [] { return false; });
+            round(), p, PostMortem::kNoDone, [&] { return load_acquire_sys(word) >= last; },
+            [&] { return Base::has_told(round(), p); });
       }
     }
     __syncthreads();

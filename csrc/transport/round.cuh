@@ -177,6 +177,14 @@ class DeviceRound {
     }
   }
 
+  // For give_up(), that of a wait for an earlier round's end: whether the peer has told of its step of this round.
+  __device__ bool has_told(uint64_t round, int32_t p) const {
+    if (flag_round(load_acquire_sys(own().flag(comm_.offsets, comm_.shape, round, p, 0))) >= round) return true;
+    StepHeader theirs;
+    int32_t kind;
+    return comm_.shape.lamport_tokens > 0 && load_lamport_header(round, p, theirs, kind);
+  }
+
   // For give_up(): whether the peer has told of a step of this round that is another one, so that what is awaited will
   // never come. It may have told so over either transport.
   __device__ bool tells_another_step(uint64_t round, int32_t p, const StepHeader& mine) {
