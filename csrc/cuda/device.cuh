@@ -62,21 +62,32 @@ __device__ __forceinline__ Unit<1> load(const Unit<1>* p) {
   return {static_cast<uint8_t>(x)};
 }
 
+inline __device__ __noinline__ uint4 load_bytes(const char* from, int64_t left) {
+  uint32_t w[4] = {};
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    if (i < left) w[i / 4] |= static_cast<uint32_t>(static_cast<uint8_t>(from[i])) << 8 * (i % 4);
+  }
+  return {w[0], w[1], w[2], w[3]};
+}
+inline __device__ __noinline__ void store_bytes(char* to, uint4 unit, int64_t left) {
+  const uint32_t w[4] = {unit.x, unit.y, unit.z, unit.w};
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    if (i < left) to[i] = static_cast<char>(w[i / 4] >> 8 * (i % 4));
+  }
+}
 // Up to 16 bytes from any address; whole units where the row begins on one.
 __device__ __forceinline__ uint4 load_unit(const char* from, int64_t left, bool aligned) {
   if (aligned && left >= 16) return load(reinterpret_cast<const Unit<16>*>(from)).v;
-  uint32_t w[4] = {};
-  for (int i = 0; i < 16 && i < left; ++i)
-    w[i / 4] |= static_cast<uint32_t>(static_cast<uint8_t>(from[i])) << 8 * (i % 4);
-  return {w[0], w[1], w[2], w[3]};
+  return load_bytes(from, left);
 }
 __device__ __forceinline__ void store_unit(char* to, uint4 unit, int64_t left, bool aligned) {
   if (aligned && left >= 16) {
     *reinterpret_cast<uint4*>(to) = unit;
     return;
   }
-  const uint32_t w[4] = {unit.x, unit.y, unit.z, unit.w};
-  for (int i = 0; i < 16 && i < left; ++i) to[i] = static_cast<char>(w[i / 4] >> 8 * (i % 4));
+  store_bytes(to, unit, left);
 }
 
 __device__ __forceinline__ uint64_t load_acquire_sys(const uint64_t* p) {

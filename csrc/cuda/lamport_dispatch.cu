@@ -1,11 +1,11 @@
 // dispatch over the Lamport transport (csrc/transport/lamport.h): one kernel, a warp per piece of work.
 //
 // Put: R pieces, the ids and weights of a token, to all peers; then T * groups pieces, a group of a row, to the token's
-// target ranks. Take: W * R * groups pieces, a group of the row of a (source, token) pair. Every warp that takes looks
-// at the pair's ids itself, while its share of the row is already on its way; the first group of a pair also writes the
-// pair's ids, weights and routing.
-// Example, W = 2, H = 1024 in bfloat16, R = 1: a row is 128 units of 16 bytes, 2 groups; 3 pieces are put (ids and
-// weights, group 0, group 1), 4 taken.
+// target ranks. Take: a piece is GROUPS groups of the row of a (source, token) pair, all on their way before any is
+// looked at: one group where there are warps for all, more where a warp would take one piece after another. Every warp
+// that takes looks at the pair's ids itself, while its share of the row is already on its way; the first piece of a
+// pair also writes the pair's ids, weights and routing. Example, W = 2, H = 1024 in bfloat16, R = 1: a row is 128 units
+// of 16 bytes, 2 groups; 3 pieces are put (ids and weights, group 0, group 1), and 4 taken, or 2 where GROUPS is 2.
 #include <algorithm>
 
 #include "csrc/cuda/device.cuh"
@@ -18,20 +18,25 @@
 namespace moe_ep::cuda {
 namespace {
 
+constexpr int32_t kMostGroups = 3;  // of a piece that is taken
+
 struct LamportDispatchParams {
   DeviceComm comm;
   DispatchArgs args;
   ExpertSplit split;
   int32_t hidden_units, units;  // units of 16 bytes, the last of hidden and of scale perhaps not full
   int32_t groups;  // of a row
+  int32_t pieces;  // of a row, when it is taken
   int32_t id_vectors, choice_vectors;
   bool early;  // see DeviceLamport::run
   bool eager;  // row vectors are loaded before it is known whether the row comes
   bool in_units, out_units;  // own rows, output rows begin on 16 bytes
 };
 
-template <bool MASK>
+template <bool MASK, int GROUPS>
 class LamportDispatch {
+  static constexpr int kVectors = 4 * GROUPS;  // of a row, in a lane
+
  public:
   __device__ LamportDispatch(const LamportDispatchParams& p, LamportShared& shared)
       : p_(p),
@@ -42,7 +47,7 @@ class LamportDispatch {
 
   __device__ void run() {
     transport_.begin(a_.mask);
-    const StepHeader header = step_header(a_);
+    const auto header = [&] { return step_header(a_); };
     const int32_t puts = a_.tokens_per_rank + a_.num_tokens * p_.groups;
     transport_.run(
         header, p_.early,
@@ -57,14 +62,13 @@ class LamportDispatch {
           }
         },
         [&](int32_t warp, int32_t warps) {
-          const int32_t takes = c_.ep_size * a_.tokens_per_rank * p_.groups;
           // Warps that had nothing to put, or less, take first.
           const int32_t shift = puts - divide(puts, warps) * warps;
+          const int32_t takes = c_.ep_size * a_.tokens_per_rank * p_.pieces;
           for (int32_t i = warp < shift ? warp - shift + warps : warp - shift; i < takes; i += warps) {
-            const int32_t pair = divide(i, p_.groups), nth = divide(pair, a_.tokens_per_rank);
-            const int32_t next = c_.rank + nth;
-            take_group(next < c_.ep_size ? next : next - c_.ep_size, pair - nth * a_.tokens_per_rank,
-                       i - pair * p_.groups, header);
+            const int32_t pair = divide(i, p_.pieces), nth = divide(pair, a_.tokens_per_rank), next = c_.rank + nth;
+            take_piece(next < c_.ep_size ? next : next - c_.ep_size, pair - nth * a_.tokens_per_rank,
+                       (i - pair * p_.pieces) * GROUPS, header);
           }
         });
   }
@@ -89,6 +93,7 @@ class LamportDispatch {
 #pragma unroll
       for (int j = 0; j < kLamportWords; ++j) w[j] = choice_word(t, kLamportWords * lane_ + j);
     }
+    transport_.confirm();
     // Lanes walk (peer, vector) pairs.
     const int32_t total = (c_.ep_size - 1) * p_.choice_vectors;
     for (int32_t base = 0; base < total; base += 32) {
@@ -124,27 +129,32 @@ class LamportDispatch {
     const int32_t left = p_.units - group * kLamportGroupUnits - lane_;
     return left <= 0 ? 0 : left <= 32 ? 1 : left <= 64 ? 2 : 3;
   }
-  __device__ void load_group(int32_t t, int32_t group, int32_t units, uint32_t (&word)[12]) const {
+  // Word w of the 12 that a lane holds of a group, in the vectors they travel in.
+  static __device__ uint32_t& word_of(LamportVector* vectors, int w) {
+    return vectors[w / kLamportWords].word[w % kLamportWords];
+  }
+  __device__ void load_group(int32_t t, int32_t group, int32_t units, LamportVector* to) const {
 #pragma unroll
     for (int j = 0; j < 3; ++j) {
       const uint4 x = j < units ? load_own(t, group * kLamportGroupUnits + 32 * j + lane_) : uint4{};
-      word[4 * j] = x.x, word[4 * j + 1] = x.y, word[4 * j + 2] = x.z, word[4 * j + 3] = x.w;
+      word_of(to, 4 * j) = x.x, word_of(to, 4 * j + 1) = x.y, word_of(to, 4 * j + 2) = x.z,
+                      word_of(to, 4 * j + 3) = x.w;
     }
   }
-  __device__ void store_group(int64_t row, int32_t group, int32_t units, const uint32_t (&word)[12]) const {
+  __device__ void store_group(int64_t row, int32_t group, int32_t units, LamportVector* from) const {
 #pragma unroll
     for (int j = 0; j < 3; ++j) {
       if (j >= units) continue;
       store_out(row, group * kLamportGroupUnits + 32 * j + lane_,
-                {word[4 * j], word[4 * j + 1], word[4 * j + 2], word[4 * j + 3]});
+                {word_of(from, 4 * j), word_of(from, 4 * j + 1), word_of(from, 4 * j + 2), word_of(from, 4 * j + 3)});
     }
   }
 
   __device__ void put_group(int32_t t, int32_t group) {
-    const int32_t id = lane_ < a_.top_k ? sanitised_id(a_, t, lane_) : -1;
     const int32_t units = lane_units(group);
-    uint32_t word[12];
-    load_group(t, group, units, word);
+    LamportVector x[4];
+    load_group(t, group, units, x);
+    const int32_t id = lane_ < a_.top_k ? sanitised_id(a_, t, lane_) : -1;
     const int32_t rank = owner_of(p_.split, id);
     const bool goes = rank >= 0 && transport_.is_peer(rank);
     uint64_t targets = __reduce_or_sync(0xFFFFFFFFu, goes && rank < 32 ? 1u << (rank & 31) : 0u);
@@ -153,6 +163,7 @@ class LamportDispatch {
                  << 32;
     }
     const int32_t vectors = lamport_lane_vectors(units);
+    transport_.confirm();
     // Each rank begins with the target after itself, so that ranks do not all store to one.
     const int32_t first = c_.rank + 1 < c_.ep_size ? c_.rank + 1 : 0;
     for (int half = 0; half < 2; ++half) {
@@ -164,42 +175,48 @@ class LamportDispatch {
                             128 * group + lane_;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          if (i < vectors) store_vector(to + 32 * i, word[3 * i], word[3 * i + 1], word[3 * i + 2], transport_.tag());
+          if (i < vectors) store_vector(to + 32 * i, x[i].word[0], x[i].word[1], x[i].word[2], transport_.tag());
         }
       }
     }
   }
 
-  __device__ void take_group(int32_t source, int32_t t, int32_t group, const StepHeader& header) {
+  // The groups of the pair's row from `first` on.
+  template <class Header>
+  __device__ void take_piece(int32_t source, int32_t t, int32_t first, const Header& header) {
     const bool own = source == c_.rank;
     const bool active = own ? transport_.is_active(source) : transport_.is_peer(source);
-    const int32_t units = lane_units(group), vectors = lamport_lane_vectors(units);
-    const unsigned wanted = (1u << vectors) - 1;
-    uint32_t word[12];
-    LamportVector row[4], choice[1];
-    const LamportVector* row_from[4];
+    int32_t units[GROUPS];
+    unsigned wanted = 0;
+#pragma unroll
+    for (int g = 0; g < GROUPS; ++g) {
+      units[g] = lane_units(first + g);
+      wanted |= ((1u << lamport_lane_vectors(units[g])) - 1) << 4 * g;
+    }
+    LamportVector row[kVectors], choice[1];
+    const Window window = transport_.own();
+    const LamportVector* from =
+        window.lamport_row(c_.offsets, c_.shape, transport_.round(), source, t) + 128 * first + lane_;
+    const auto row_from = [&](int i) { return from + 32 * i; };
     int32_t id = -1;
     bool came = true;
     if (own) {
       const bool holds = active && t < a_.num_tokens;
       if (holds && lane_ < a_.top_k) id = sanitised_id(a_, t, lane_);
-      load_group(t, group, holds ? units : 0, word);
-    } else if (active) {
-      const Window window = transport_.own();
-      const LamportVector* choice_from[1] = {
-          window.lamport_choice(c_.offsets, c_.shape, transport_.round(), source, t) + lane_};
-      const LamportVector* from =
-          window.lamport_row(c_.offsets, c_.shape, transport_.round(), source, t) + 128 * group + lane_;
-      const bool looks = lane_ < (group == 0 ? p_.choice_vectors : p_.id_vectors);
-      choice[0] = {{}, transport_.tag() - 1};
-      if (looks) choice[0] = load_vector(choice_from[0]);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        row_from[i] = from + 32 * i;
+      for (int g = 0; g < GROUPS; ++g) load_group(t, first + g, holds ? units[g] : 0, row + 4 * g);
+    } else if (active) {
+      const LamportVector* choice_from =
+          window.lamport_choice(c_.offsets, c_.shape, transport_.round(), source, t) + lane_;
+      const bool looks = lane_ < (first == 0 ? p_.choice_vectors : p_.id_vectors);
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
         row[i] = {{}, transport_.tag() - 1};
-        if (p_.eager && i < vectors) row[i] = load_vector(row_from[i]);
+        if (p_.eager && i % 4 < lamport_lane_vectors(units[i / 4])) row[i] = load_vector(row_from(i));
       }
-      came = transport_.template await<1>(source, choice, choice_from, looks ? 1 : 0, header);
+      choice[0] = {{}, transport_.tag() - 1};
+      if (looks) choice[0] = load_vector(choice_from);
+      came = transport_.template await<1>(source, choice, [&](int) { return choice_from; }, looks ? 1 : 0, header);
       came = __all_sync(0xFFFFFFFFu, came);
       // Id k is word k % 3 of vector k / 3.
       const int32_t at = divide(lane_, kLamportWords);
@@ -210,7 +227,7 @@ class LamportDispatch {
       if (came && lane_ < a_.top_k) id = static_cast<int32_t>(j == 0 ? x[0] : j == 1 ? x[1] : x[2]);
     }
     bool here;
-    if (group == 0) {
+    if (first == 0) {
       const Targets found = find_targets(p_.split, id, lane_, 32, c_.rank);
       here = found.slot >= 0;
       write_choice(source, t, own, here, id, found, choice[0]);
@@ -218,15 +235,12 @@ class LamportDispatch {
       here = __any_sync(0xFFFFFFFFu, owner_of(p_.split, id) == c_.rank);
     }
     if (!here) return;
-    if (!own) {
-      came = transport_.template await<4>(source, row, row_from, wanted, header);
+    if (!own) came = transport_.template await<kVectors>(source, row, row_from, wanted, header);
+    if (!came) return;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-#pragma unroll
-        for (int j = 0; j < kLamportWords; ++j) word[3 * i + j] = row[i].word[j];
-      }
+    for (int g = 0; g < GROUPS; ++g) {
+      store_group(static_cast<int64_t>(source) * a_.tokens_per_rank + t, first + g, units[g], row + 4 * g);
     }
-    if (came) store_group(static_cast<int64_t>(source) * a_.tokens_per_rank + t, group, units, word);
   }
 
   // What is known of a pair besides the row: by a whole warp.
@@ -261,23 +275,34 @@ class LamportDispatch {
   const int32_t lane_;
 };
 
-template <bool MASK>
+template <bool MASK, int GROUPS>
 __global__ void __launch_bounds__(kThreads, 2)
     lamport_dispatch_kernel(const __grid_constant__ LamportDispatchParams p) {
   __shared__ LamportShared shared;
-  LamportDispatch<MASK> dispatch(p, shared);
+  LamportDispatch<MASK, GROUPS> dispatch(p, shared);
   wait_for_predecessor();
   dispatch.run();
 }
 
-const void* kernel_of(bool mask) {
-  return mask ? reinterpret_cast<const void*>(lamport_dispatch_kernel<true>)
-              : reinterpret_cast<const void*>(lamport_dispatch_kernel<false>);
+template <bool MASK>
+const void* kernel_with(int32_t groups) {
+  return groups == 1   ? reinterpret_cast<const void*>(lamport_dispatch_kernel<MASK, 1>)
+         : groups == 2 ? reinterpret_cast<const void*>(lamport_dispatch_kernel<MASK, 2>)
+                       : reinterpret_cast<const void*>(lamport_dispatch_kernel<MASK, kMostGroups>);
+}
+const void* kernel_of(bool mask, int32_t groups) {
+  return mask ? kernel_with<true>(groups) : kernel_with<false>(groups);
 }
 
 }  // namespace
 
-std::vector<const void*> lamport_dispatch_kernels() { return {kernel_of(false), kernel_of(true)}; }
+std::vector<const void*> lamport_dispatch_kernels() {
+  std::vector<const void*> all;
+  for (const bool mask : {false, true}) {
+    for (int32_t groups = 1; groups <= kMostGroups; ++groups) all.push_back(kernel_of(mask, groups));
+  }
+  return all;
+}
 
 bool takes_lamport(const Communicator& comm, const DispatchArgs& args) {
   return in_reach(comm, args, comm.shape().lamport_tokens) && args.num_eplb == 0;
@@ -298,10 +323,15 @@ void lamport_dispatch(Communicator& comm, const DispatchArgs& args, void* stream
                              reinterpret_cast<int64_t>(args.scale.data), args.scale.stride}) >= 16;
   p.out_units = alignment_of({reinterpret_cast<int64_t>(args.out_hidden), args.hidden.bytes,
                               reinterpret_cast<int64_t>(args.out_scale), args.scale.bytes}) >= 16;
-  const int32_t pieces = comm.ep_size() * std::max(1, args.tokens_per_rank) * p.groups;
-  const int32_t blocks = std::min(end.max_blocks, 1 + (pieces + kThreads / 32 - 1) / (kThreads / 32));
+  const int32_t pairs = comm.ep_size() * std::max(1, args.tokens_per_rank), warps_of_block = kThreads / 32;
+  int32_t groups = 1;
+  for (;; ++groups) {
+    p.pieces = (p.groups + groups - 1) / groups;
+    if (groups == kMostGroups || pairs * p.pieces <= warps_of_block * (end.max_blocks - 1)) break;
+  }
+  const int32_t blocks = std::min(end.max_blocks, 1 + (pairs * p.pieces + warps_of_block - 1) / warps_of_block);
   p.early = blocks <= end.early_blocks;
-  launch(kernel_of(comm.options().enable_rank_mask), blocks, kThreads, &p, end.pdl, stream, "dispatch");
+  launch(kernel_of(comm.options().enable_rank_mask, groups), blocks, kThreads, &p, end.pdl, stream, "dispatch");
 }
 
 }  // namespace moe_ep::cuda

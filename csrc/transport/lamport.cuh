@@ -37,40 +37,48 @@ class DeviceLamport : public DeviceRound<MASK> {
   __device__ void begin(const RankMask& mask) {
     Base::load_mask(mask);
     __syncthreads();
-    const Progress before = progress(comm_);
-    round_ = before.rounds + 1;
-    if (before.started) Base::refuse(Phase::kWhole);
+    ticket_ = *reinterpret_cast<volatile unsigned long long*>(&comm_.state->ticket);
   }
-  __device__ uint64_t round() const { return round_; }
-  __device__ uint32_t tag() const { return lamport_tag(round_); }
+  // Before a thread's first store: ends the block where a start waits for its wait. Not at once in begin(), for a
+  // branch waits for the number of the round.
+  __device__ void confirm() {
+    asm volatile("" : "+l"(ticket_)::"memory");
+    if (ticket_ % kTicket == kPhase) Base::refuse(Phase::kWhole);
+  }
+  __device__ uint64_t round() const { return ticket_ / kTicket + 1; }
+  __device__ uint32_t tag() const { return lamport_tag(round()); }
 
   // Before anything is put: a peer that may have been masked has completed round n - 2.
   __device__ void await_reuse() {
     Base::delay(DelayPoint::kBeforePut);
     if constexpr (MASK) {
+      confirm();
       for (int32_t p = static_cast<int32_t>(threadIdx.x); p < comm_.ep_size; p += static_cast<int32_t>(blockDim.x)) {
         if (!is_peer(p)) continue;
         if (blockIdx.x == 0) {
           fence_sys();
-          store_relaxed_sys(window(p).done(comm_.offsets, comm_.rank), round_ - 1);
+          store_relaxed_sys(window(p).done(comm_.offsets, comm_.rank), round() - 1);
         }
-        if (round_ <= 2) continue;
+        if (round() <= 2) continue;
         const uint64_t* word = own().done(comm_.offsets, p);
         Base::poll(
-            round_, p, PostMortem::kNoDone, [&] { return load_acquire_sys(word) >= round_ - 2; }, [] { return false; });
+            round(), p, PostMortem::kNoDone, [&] { return load_acquire_sys(word) >= round() - 2; }, [] { return false; });
       }
       __syncthreads();
     }
   }
 
   // Step 1, by block 0: a thread per peer.
-  __device__ void put_header(const StepHeader& header) {
-    if (threadIdx.x == 0) note_kind(comm_, round_, kLamportRound);
+  template <class Header>
+  __device__ void put_header(const Header& make) {
+    confirm();
+    if (threadIdx.x == 0) note_kind(comm_, round(), kLamportRound);
     Base::delay(DelayPoint::kBeforeFlag);
+    const StepHeader header = make();
     const uint32_t* words = reinterpret_cast<const uint32_t*>(&header);
     for (int32_t p = static_cast<int32_t>(threadIdx.x); p < comm_.ep_size; p += static_cast<int32_t>(blockDim.x)) {
       if (!is_peer(p)) continue;
-      LamportVector* to = window(p).lamport_header(comm_.offsets, comm_.shape, round_, comm_.rank);
+      LamportVector* to = window(p).lamport_header(comm_.offsets, comm_.shape, round(), comm_.rank);
 #pragma unroll
       for (int i = 0; i < kLamportHeaderVectors; ++i) {
         uint32_t w[kLamportWords];
@@ -85,26 +93,27 @@ class DeviceLamport : public DeviceRound<MASK> {
   }
 
   // The end of step 1, by block 0: the headers of all peers, compared.
-  __device__ void check_headers(const StepHeader& mine) {
+  template <class Header>
+  __device__ void check_headers(const Header& mine) {
     __syncthreads();  // the kind of the round is noted
     for (int32_t p = static_cast<int32_t>(threadIdx.x); p < comm_.ep_size; p += static_cast<int32_t>(blockDim.x)) {
       if (!is_peer(p)) continue;
       StepHeader theirs;
       int32_t kind;
       const bool came = Base::poll(
-          round_, p, PostMortem::kNoHeader, [&] { return Base::load_lamport_header(round_, p, theirs, kind); },
-          [&] { return Base::tells_another_step(round_, p, mine); });
-      if (!came || Base::disagrees(round_, p, kind, mine, theirs)) note_kind(comm_, round_, kDisputedRound);
+          round(), p, PostMortem::kNoHeader, [&] { return Base::load_lamport_header(round(), p, theirs, kind); },
+          [&] { return Base::tells_another_step(round(), p, mine()); });
+      if (!came || Base::disagrees(round(), p, kind, mine(), theirs)) note_kind(comm_, round(), kDisputedRound);
     }
   }
 
-  // Step 3: the N vectors at `from` of peer p that `wanted` has bits for, all loaded before any is looked at again.
-  // `vectors` may hold loads of them made before. False: they will not come, which is on record.
-  template <int N>
-  __device__ bool await(int32_t p, LamportVector (&vectors)[N], const LamportVector* const (&from)[N], unsigned wanted,
-                        const StepHeader& mine) {
+  // Step 3: the N vectors of peer p at from(0), from(1), ... that `wanted` has bits for, all loaded before any is
+  // looked at again. `vectors` may hold loads of them made before. False: they will not come, which is on record.
+  template <int N, class From, class Header>
+  __device__ bool await(int32_t p, LamportVector (&vectors)[N], const From& from, unsigned wanted,
+                        const Header& mine) {
     return Base::poll(
-        round_, p, PostMortem::kNoRows,
+        round(), p, PostMortem::kNoRows,
         [&] {
           unsigned missing = 0;
 #pragma unroll
@@ -112,7 +121,7 @@ class DeviceLamport : public DeviceRound<MASK> {
           if (missing == 0) return true;
 #pragma unroll
           for (int i = 0; i < N; ++i) {
-            if (missing >> i & 1) vectors[i] = load_vector(from[i]);
+            if (missing >> i & 1) vectors[i] = load_vector(from(i));
           }
 #pragma unroll
           for (int i = 0; i < N; ++i) {
@@ -120,13 +129,14 @@ class DeviceLamport : public DeviceRound<MASK> {
           }
           return missing == 0;
         },
-        [&] { return Base::tells_another_step(round_, p, mine); });
+        [&] { return Base::tells_another_step(round(), p, mine()); });
   }
 
   // The round: puts(warp, warps) and takes(warp, warps) are called by every warp that has a share of them, all of which
-  // it does. `early`: the next kernel's blocks may be launched once this rank has put everything.
-  template <class Puts, class Takes>
-  __device__ void run(const StepHeader& header, bool early, const Puts& puts, const Takes& takes) {
+  // it does; puts confirm() before they store. `early`: the next kernel's blocks may be launched once this rank has put
+  // everything.
+  template <class Header, class Puts, class Takes>
+  __device__ void run(const Header& make, bool early, const Puts& puts, const Takes& takes) {
     await_reuse();
     const int32_t header_blocks = gridDim.x > 1 ? 1 : 0;
     const int32_t working = static_cast<int32_t>(gridDim.x) - header_blocks;
@@ -135,16 +145,17 @@ class DeviceLamport : public DeviceRound<MASK> {
     const int32_t warp =
         static_cast<int32_t>(threadIdx.x / 32) * working + static_cast<int32_t>(blockIdx.x) - header_blocks;
     const bool works = static_cast<int32_t>(blockIdx.x) >= header_blocks;
-    if (blockIdx.x == 0) put_header(header);
+    if (blockIdx.x == 0) put_header(make);
     if (works) puts(warp, warps);
     // One thread's call speaks for its block, hence the barriers.
     if (early) {
       __syncthreads();
       launch_dependents();
     }
+    confirm();
     Base::delay(DelayPoint::kAfterFlags);
     if (works) takes(warp, warps);
-    if (blockIdx.x == 0) check_headers(header);
+    if (blockIdx.x == 0) check_headers(make);
     __syncthreads();
     // Not before every peer was heard: its kernel may need the room that the next kernel's blocks take.
     if (!early) launch_dependents();
@@ -152,7 +163,7 @@ class DeviceLamport : public DeviceRound<MASK> {
   }
 
  private:
-  uint64_t round_ = 0;
+  unsigned long long ticket_ = 0;
 };
 
 }  // namespace moe_ep::cuda
