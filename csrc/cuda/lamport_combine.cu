@@ -118,16 +118,9 @@ class LamportCombine {
     }
   }
 
-  // The j-th target of own token t, or -1 where nothing is to be added.
-  __device__ int32_t target_of(int32_t t, int32_t j) const {
-    if (j >= a_.max_targets) return -1;
-    const int32_t rank = a_.routing[static_cast<int64_t>(1 + c_.ep_size + j) * a_.tokens_per_rank + t];
+  // The rank, or -1 where nothing of it is to be added.
+  __device__ int32_t counted(int32_t rank) const {
     const bool counts = rank >= 0 && rank < c_.ep_size && transport_.is_active(rank) && transport_.is_active(c_.rank);
-    return counts ? rank : -1;
-  }
-
-  __device__ int32_t counted(int32_t j, int32_t rank) const {
-    const bool counts = j < a_.max_targets && rank >= 0 && rank < c_.ep_size && transport_.is_active(rank) && transport_.is_active(c_.rank);
     return counts ? rank : -1;
   }
   // Vectors `first`, first + 32, ... of token t.
@@ -151,8 +144,9 @@ class LamportCombine {
       };
 #pragma unroll
       for (int j = 0; j < kTargets; ++j) {
-        const int32_t at = begin + j < a_.max_targets ? begin + j : a_.max_targets - 1;
-        target[j] = a_.routing[static_cast<int64_t>(1 + c_.ep_size + at) * a_.tokens_per_rank + t];
+        target[j] = -1;
+        if (begin + j >= a_.max_targets) continue;
+        target[j] = a_.routing[static_cast<int64_t>(1 + c_.ep_size + begin + j) * a_.tokens_per_rank + t];
       }
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
@@ -164,7 +158,7 @@ class LamportCombine {
       }
 #pragma unroll
       for (int j = 0; j < kTargets; ++j) {
-        target[j] = counted(begin + j, target[j]);
+        target[j] = counted(target[j]);
         const bool comes = target[j] >= 0 && target[j] != c_.rank;
         if (comes && peer < 0) peer = target[j];
 #pragma unroll

@@ -193,11 +193,13 @@ class LamportDispatch {
       units[g] = lane_units(first + g);
       wanted |= ((1u << lamport_lane_vectors(units[g])) - 1) << 4 * g;
     }
-    LamportVector row[kVectors], choice[1];
+    constexpr int kChoice = kVectors;  // beside the row's vectors
+    LamportVector row[kVectors + 1];
     const Window window = transport_.own();
-    const LamportVector* from =
+    const LamportVector* row_at =
         window.lamport_row(c_.offsets, c_.shape, transport_.round(), source, t) + 128 * first + lane_;
-    const auto row_from = [&](int i) { return from + 32 * i; };
+    const LamportVector* choice_at = window.lamport_choice(c_.offsets, c_.shape, transport_.round(), source, t) + lane_;
+    const auto from = [&](int i) { return i == kChoice ? choice_at : row_at + 32 * i; };
     int32_t id = -1;
     bool came = true;
     if (own) {
@@ -206,23 +208,19 @@ class LamportDispatch {
 #pragma unroll
       for (int g = 0; g < GROUPS; ++g) load_group(t, first + g, holds ? units[g] : 0, row + 4 * g);
     } else if (active) {
-      const LamportVector* choice_from =
-          window.lamport_choice(c_.offsets, c_.shape, transport_.round(), source, t) + lane_;
-      const bool looks = lane_ < (first == 0 ? p_.choice_vectors : p_.id_vectors);
+      const unsigned choice = lane_ < (first == 0 ? p_.choice_vectors : p_.id_vectors) ? 1u << kChoice : 0;
+      const unsigned loaded = p_.eager ? wanted | choice : choice;
 #pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
+      for (int i = 0; i <= kVectors; ++i) {
         row[i] = {{}, transport_.tag() - 1};
-        if (p_.eager && i % 4 < lamport_lane_vectors(units[i / 4])) row[i] = load_vector(row_from(i));
+        if (loaded >> i & 1) row[i] = load_vector(from(i));
       }
-      choice[0] = {{}, transport_.tag() - 1};
-      if (looks) choice[0] = load_vector(choice_from);
-      came = transport_.template await<1>(source, choice, [&](int) { return choice_from; }, looks ? 1 : 0, header);
-      came = __all_sync(0xFFFFFFFFu, came);
+      came = transport_.await_needed(source, row, from, loaded, choice, header);
       // Id k is word k % 3 of vector k / 3.
       const int32_t at = divide(lane_, kLamportWords);
       uint32_t x[kLamportWords];
 #pragma unroll
-      for (int j = 0; j < kLamportWords; ++j) x[j] = __shfl_sync(0xFFFFFFFFu, choice[0].word[j], at);
+      for (int j = 0; j < kLamportWords; ++j) x[j] = __shfl_sync(0xFFFFFFFFu, row[kChoice].word[j], at);
       const int32_t j = lane_ - kLamportWords * at;
       if (came && lane_ < a_.top_k) id = static_cast<int32_t>(j == 0 ? x[0] : j == 1 ? x[1] : x[2]);
     }
@@ -230,12 +228,12 @@ class LamportDispatch {
     if (first == 0) {
       const Targets found = find_targets(p_.split, id, lane_, 32, c_.rank);
       here = found.slot >= 0;
-      write_choice(source, t, own, here, id, found, choice[0]);
+      write_choice(source, t, own, here, id, found, row[kChoice]);
     } else {
       here = __any_sync(0xFFFFFFFFu, owner_of(p_.split, id) == c_.rank);
     }
     if (!here) return;
-    if (!own) came = transport_.template await<kVectors>(source, row, row_from, wanted, header);
+    if (!own) came = transport_.await(source, row, from, wanted, header);
     if (!came) return;
 #pragma unroll
     for (int g = 0; g < GROUPS; ++g) {

@@ -62,7 +62,8 @@ class DeviceLamport : public DeviceRound<MASK> {
         if (round() <= 2) continue;
         const uint64_t* word = own().done(comm_.offsets, p);
         Base::poll(
-            round(), p, PostMortem::kNoDone, [&] { return load_acquire_sys(word) >= round() - 2; }, [] { return false; });
+            round(), p, PostMortem::kNoDone, [&] { return load_acquire_sys(word) >= round() - 2; },
+            [] { return false; });
       }
       __syncthreads();
     }
@@ -110,26 +111,30 @@ class DeviceLamport : public DeviceRound<MASK> {
   // Step 3: the N vectors of peer p at from(0), from(1), ... that `wanted` has bits for, all loaded before any is
   // looked at again. `vectors` may hold loads of them made before. False: they will not come, which is on record.
   template <int N, class From, class Header>
-  __device__ bool await(int32_t p, LamportVector (&vectors)[N], const From& from, unsigned wanted,
-                        const Header& mine) {
+  __device__ bool await(int32_t p, LamportVector (&vectors)[N], const From& from, unsigned wanted, const Header& mine) {
     return Base::poll(
         round(), p, PostMortem::kNoRows,
         [&] {
-          unsigned missing = 0;
-#pragma unroll
-          for (int i = 0; i < N; ++i) missing |= (wanted >> i & 1 && vectors[i].tag != tag() ? 1u : 0u) << i;
-          if (missing == 0) return true;
-#pragma unroll
-          for (int i = 0; i < N; ++i) {
-            if (missing >> i & 1) vectors[i] = load_vector(from(i));
-          }
-#pragma unroll
-          for (int i = 0; i < N; ++i) {
-            if (missing >> i & 1 && vectors[i].tag == tag()) missing &= ~(1u << i);
-          }
-          return missing == 0;
+          if (missing_of(vectors, wanted) == 0) return true;
+          load_missing(vectors, from, wanted);
+          return missing_of(vectors, wanted) == 0;
         },
         [&] { return Base::tells_another_step(round(), p, mine()); });
+  }
+
+  // The same by a whole warp, until every lane has those that it needs. Others that are missing are loaded again along
+  // with them, and may be there or not in the end.
+  template <int N, class From, class Header>
+  __device__ bool await_needed(int32_t p, LamportVector (&vectors)[N], const From& from, unsigned wanted,
+                               unsigned needed, const Header& mine) {
+    return Base::poll_together(
+        round(), p, PostMortem::kNoRows,
+        [&] {
+          if (__all_sync(0xFFFFFFFFu, missing_of(vectors, needed) == 0)) return true;
+          load_missing(vectors, from, wanted);
+          return __all_sync(0xFFFFFFFFu, missing_of(vectors, needed) == 0) != 0;
+        },
+        [&] { return __any_sync(0xFFFFFFFFu, Base::tells_another_step(round(), p, mine())) != 0; });
   }
 
   // The round: puts(warp, warps) and takes(warp, warps) are called by every warp that has a share of them, all of which
@@ -163,6 +168,22 @@ class DeviceLamport : public DeviceRound<MASK> {
   }
 
  private:
+  template <int N>
+  __device__ unsigned missing_of(const LamportVector (&vectors)[N], unsigned wanted) const {
+    unsigned missing = 0;
+#pragma unroll
+    for (int i = 0; i < N; ++i) missing |= (wanted >> i & 1 && vectors[i].tag != tag() ? 1u : 0u) << i;
+    return missing;
+  }
+  template <int N, class From>
+  __device__ void load_missing(LamportVector (&vectors)[N], const From& from, unsigned wanted) const {
+    const unsigned missing = missing_of(vectors, wanted);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (missing >> i & 1) vectors[i] = load_vector(from(i));
+    }
+  }
+
   unsigned long long ticket_ = 0;
 };
 

@@ -177,6 +177,25 @@ class DeviceRound {
     }
   }
 
+  // The same for a whole warp, whose lanes stay together: ready() and give_up() are called by all of them and say one
+  // thing to all.
+  template <class Ready, class GiveUp>
+  __device__ bool poll_together(uint64_t round, int32_t peer, PostMortem::What what, const Ready& ready,
+                                const GiveUp& give_up) {
+    if (ready()) return true;
+    const long long start = clock64();
+    for (uint32_t i = 1;; ++i) {
+      if (ready()) return true;
+      if (i % 4096 == 0 && give_up()) return false;
+      if (__any_sync(0xFFFFFFFFu, clock64() - start > comm_.timeout_cycles)) {
+        if (ready()) return true;
+        if (threadIdx.x % 32 == 0) record(round, peer, what, 0, 0, 0);
+        __syncwarp();
+        __trap();
+      }
+    }
+  }
+
   // For give_up(), that of a wait for an earlier round's end: whether the peer has told of its step of this round.
   __device__ bool has_told(uint64_t round, int32_t p) const {
     if (flag_round(load_acquire_sys(own().flag(comm_.offsets, comm_.shape, round, p, 0))) >= round) return true;
