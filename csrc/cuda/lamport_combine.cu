@@ -1,7 +1,7 @@
 // combine over the Lamport transport (csrc/transport/lamport.h): one kernel, a warp per piece of work.
 //
 // Put: (W - 1) * R * chunks pieces: 32 * put_vectors vectors of the partial of a received row, to the row's source, if
-// this rank holds that row. Take: T * chunks pieces: 32 * take_vectors vectors of an own token, of all its targets;
+// this rank holds that row. Take: T * chunks pieces: 32 * VECTORS vectors of an own token, of all its targets;
 // summed in the order of the targets (csrc/cuda/sum.cuh), its own partial straight from expert_output. A lane moves
 // more vectors together where a warp would take one piece after another.
 #include <algorithm>
