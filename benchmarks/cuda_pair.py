@@ -12,11 +12,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
 import statistics
 from typing import Any
-
-os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 import torch
 

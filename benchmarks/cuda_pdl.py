@@ -10,10 +10,7 @@ one rank, so that the figure is launches and not waiting. Four rows: our attribu
 from __future__ import annotations
 
 import itertools
-import os
 import statistics
-
-os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 import torch
 import torch._inductor.config as inductor

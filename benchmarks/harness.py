@@ -7,12 +7,16 @@ import json
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+# What is loaded at first use may wait for the whole GPU, on which a rank may wait for this one. Read when CUDA starts.
+os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 import torch
 import torch.distributed as dist
@@ -51,6 +55,11 @@ class Results:
         print(line, flush=True)
         if self.file:
             print(line, file=self.file, flush=True)
+
+
+def progress(text: str) -> None:
+    """What is being measured or compiled now, beside the results."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

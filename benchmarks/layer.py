@@ -11,19 +11,16 @@ what compiles for one rank waits for the GPU, on which another rank waits for th
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # what is loaded at first use may wait for the whole GPU
-
 import torch
 import torch.distributed as dist
 
 import torch_moe_ep
-from benchmarks.harness import DTYPES, Results, parser, run_ranks, summary, time_interleaved
+from benchmarks.harness import DTYPES, Results, parser, progress, run_ranks, summary, time_interleaved
 from torch_moe_ep import (
     BootstrapConfig,
     MoEEpCommParams,
@@ -115,6 +112,8 @@ def measure(
             torch._dynamo.reset()
             expected, runs = layer(t), {}
             for way in ways:
+                if rank == 0:
+                    progress(f"{world_size} ranks, {tokens} tokens, {way}")
                 for name, function in (("step", layer), ("pair", pair)):
                     if way == "compiled":
                         function = torch.compile(function, fullgraph=True, dynamic=False)
@@ -157,6 +156,7 @@ def measure_on_one_gpu(
 
             runs: dict[str, Run] = {}
             for way in ways:
+                progress(f"{world_size} ranks on one GPU, {tokens} tokens, {way}")
                 for name, functions in (("step", layers), ("pair", pairs)):
                     run: Run = partial(branches, functions, inputs, streams)
                     runs[f"{way}/{name}"] = until_done(captured(run) if way == "captured" else run)

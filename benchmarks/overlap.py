@@ -168,25 +168,27 @@ def run_cuda(args: Any, results: Results) -> None:
     outs = [torch.empty_like(left) for _ in groups]
     torch.mm(left, right)  # the workspace of cuBLAS
 
-    def record(pattern: str, place: str, usec: float) -> torch.cuda.CUDAGraph:
+    def record(pattern: str, place: str, usec: float) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:
+        """A step of all ranks, and its outputs."""
         sleep = partial(torch.cuda._sleep, int(usec * cycles_per_us))
         steps = [
             make_step(group, rank, pattern, place, args.layers, sleep, partial(torch.mm, left, right, out=outs[rank]),
                       device)
             for rank, group in enumerate(groups)
         ]
-        ep.run_local_group(WORLD_SIZE, lambda rank: steps[rank]())
-        torch.cuda.synchronize()
+        # No step runs before it is recorded: what cuBLAS allocates for a rank's stream would wait for the whole GPU, on
+        # which this rank's peer waits for it.
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             main = torch.cuda.current_stream()
+            outputs: list[torch.Tensor] = []
             streams = [torch.cuda.Stream() for _ in groups]
             for step, stream in zip(steps, streams, strict=True):
                 stream.wait_stream(main)
                 with torch.cuda.stream(stream):
-                    step()
+                    outputs.extend(step())
                 main.wait_stream(stream)
-        return graph
+        return graph, outputs
 
     def elapsed_us(run: Callable[[], Any]) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -207,10 +209,15 @@ def run_cuda(args: Any, results: Results) -> None:
         usec = 0 if pattern == "quiet" else late
         if pattern == "quiet" and late != args.late_us[0]:
             continue
-        graphs = {place: record(pattern, place, usec) for place in ("none", "dispatch", "combine", "stream")}
-        taken: dict[str, list[float]] = {place: [] for place in graphs}
+        recorded = {place: record(pattern, place, usec) for place in ("none", "dispatch", "combine", "stream")}
+        expected = recorded["none"][1]
+        for graph, outputs in recorded.values():
+            graph.replay()
+            for mine, theirs in zip(outputs, expected, strict=True):
+                assert torch.equal(mine, theirs)
+        taken: dict[str, list[float]] = {place: [] for place in recorded}
         for _ in range(args.repeats):
-            for place, graph in graphs.items():
+            for place, (graph, _) in recorded.items():
                 taken[place].append(elapsed_us(graph.replay) / args.layers)
         emit(results, taken, device=torch.cuda.get_device_name(), ranks=WORLD_SIZE, layers=args.layers,
              pattern=pattern, late_us=usec, shared_us=round(shared_us, 1))
