@@ -3,15 +3,14 @@
     python -m benchmarks.layer [--device cuda] [--ranks 1 2] [--tokens 16 256] [--out FILE]
 
 A step is dispatch, SwiGLU experts and combine, without gradients; the communication alone is a dispatch and a combine
-of the same tokens, run the same way. Ranks are processes: on CPU they share the cores, on CUDA each has a GPU. On CUDA,
-W ranks on fewer than W GPUs live in one process, each on its stream, share the GPU, and run only eagerly and captured:
-what compiles for one rank waits for the GPU, on which another rank waits for this one.
+of the same tokens, run the same way. Ranks are processes: on CPU they share the cores; on CUDA each has a GPU, or they
+share the GPUs that there are, for which CUDA's Multi-Process Service must run: without it they take turns.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,10 +28,11 @@ from torch_moe_ep import (
     MoEEpTensors,
     MoEWeightPack,
     create_communication,
-    create_local_group,
 )
 
 Run = Callable[[], Any]
+
+WAYS = ("eager", "compiled", "captured", "compiled, captured")
 
 
 @dataclass
@@ -99,7 +99,7 @@ def measure(
 ) -> list[dict[str, list[float]]]:
     """One rank of several processes: by number of tokens, the microseconds of every run."""
     if device == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     group = create_communication(
         BootstrapConfig(world_size, rank), sizes.params(max(steps)),
         "nvlink_one_sided" if device == "cuda" else "shm_one_sided",
@@ -115,13 +115,13 @@ def measure(
                 if rank == 0:
                     progress(f"{world_size} ranks, {tokens} tokens, {way}")
                 for name, function in (("step", layer), ("pair", pair)):
-                    if way == "compiled":
+                    if "compiled" in way:
                         function = torch.compile(function, fullgraph=True, dynamic=False)
                     run: Run = partial(function, t)
-                    if way == "captured":
-                        run = captured(run)
-                    elif name == "step":
+                    if name == "step":
                         torch.testing.assert_close(run(), expected, rtol=0.05, atol=0.05)
+                    if "captured" in way:
+                        run = captured(run)
                     runs[f"{way}/{name}"] = until_done(run) if device == "cuda" else run
             measured.append(time_interleaved(runs, repeats, seconds, dist.barrier))
     dist.barrier()
@@ -129,52 +129,9 @@ def measure(
     return measured
 
 
-def branches(
-    functions: Sequence[Callable[..., Any]], inputs: Sequence[MoEEpTensors], streams: Sequence[torch.cuda.Stream]
-) -> None:
-    """Every rank's function on its stream. Nothing here waits for the GPU, so that all ranks get there."""
-    main = torch.cuda.current_stream()
-    for function, t, stream in zip(functions, inputs, streams, strict=True):
-        stream.wait_stream(main)
-        with torch.cuda.stream(stream):
-            function(t)
-    for stream in streams:
-        main.wait_stream(stream)
-
-
-def measure_on_one_gpu(
-    world_size: int, sizes: Sizes, steps: list[int], ways: list[str], repeats: int, seconds: float
-) -> list[dict[str, list[float]]]:
-    """All ranks in this process, each on its stream: :func:`measure` of the whole group."""
-    groups = create_local_group(world_size, sizes.params(max(steps)), "nvlink_one_sided")
-    layers, pairs = [make_layer(group, sizes) for group in groups], [pair_of(group) for group in groups]
-    streams = [torch.cuda.Stream() for _ in groups]
-    measured = []
-    with torch.inference_mode():
-        for tokens in steps:
-            inputs = [make_tensors(group, sizes, tokens) for group in groups]
-
-            runs: dict[str, Run] = {}
-            for way in ways:
-                progress(f"{world_size} ranks on one GPU, {tokens} tokens, {way}")
-                for name, functions in (("step", layers), ("pair", pairs)):
-                    run: Run = partial(branches, functions, inputs, streams)
-                    runs[f"{way}/{name}"] = until_done(captured(run) if way == "captured" else run)
-            measured.append(time_interleaved(runs, repeats, seconds, torch.cuda.synchronize))
-    for group in groups:
-        group.destroy()
-    return measured
-
-
 def report(results: Results, a: argparse.Namespace, sizes: Sizes, world_size: int, ways: list[str]) -> None:
-    apart = a.device == "cpu" or torch.cuda.device_count() >= world_size
-    if apart:
-        per_rank = run_ranks(
-            measure, world_size, world_size, a.device, sizes, a.tokens, ways, a.repeats, a.seconds
-        )
-    else:
-        ways = [way for way in ways if way != "compiled"]
-        per_rank = [measure_on_one_gpu(world_size, sizes, a.tokens, ways, a.repeats, a.seconds)]
+    per_rank = run_ranks(measure, world_size, world_size, a.device, sizes, a.tokens, ways, a.repeats, a.seconds)
+    gpus = {"gpus": min(world_size, torch.cuda.device_count())} if a.device == "cuda" else {}
     for tokens, taken in zip(a.tokens, zip(*per_rank, strict=True), strict=True):
         for way in ways:
             # A collective has ended when its last rank has.
@@ -185,8 +142,8 @@ def report(results: Results, a: argparse.Namespace, sizes: Sizes, world_size: in
             timed = summary(step)
             results.emit(
                 device=torch.cuda.get_device_name() if a.device == "cuda" else "cpu", way=way, dtype=a.dtype,
-                ranks=world_size, ranks_per_process=1 if apart else world_size, tokens=tokens, hidden_size=a.hidden,
-                inner_size=a.inner, experts=a.experts, top_k=a.top_k, repeats=a.repeats, **timed,
+                ranks=world_size, **gpus, tokens=tokens, hidden_size=a.hidden, inner_size=a.inner, experts=a.experts,
+                top_k=a.top_k, repeats=a.repeats, **timed,
                 tokens_per_second=round(world_size * tokens / timed["us"] * 1e6, 1),
                 **summary(pair, "communication_us"),
                 communication_share=round(summary(pair)["us"] / timed["us"], 3),
@@ -198,7 +155,7 @@ def main() -> None:
     options.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options.add_argument("--ranks", type=int, nargs="+", help="default: 1 2 on CPU, 1 on CUDA")
     options.add_argument("--tokens", type=int, nargs="+", help="per rank; default: 16 256 on CPU, 1 to 4096 on CUDA")
-    options.add_argument("--ways", nargs="+", choices=["eager", "compiled", "captured"])
+    options.add_argument("--ways", nargs="+", choices=WAYS)
     options.add_argument("--dtype", choices=DTYPES, help="default: float32 on CPU, bfloat16 on CUDA")
     options.add_argument("--hidden", type=int, help="default: 512 on CPU, 2048 on CUDA")
     options.add_argument("--inner", type=int, help="default: 256 on CPU, 768 on CUDA")
@@ -211,7 +168,7 @@ def main() -> None:
     defaults: dict[str, Any] = {
         "ranks": [1] if cuda else [1, 2],
         "tokens": [1, 16, 128, 1024, 4096] if cuda else [16, 256],
-        "ways": ["eager", "compiled", *(["captured"] if cuda else [])],
+        "ways": WAYS if cuda else WAYS[:2],
         "dtype": "bfloat16" if cuda else "float32",
         "hidden": 2048 if cuda else 512, "inner": 768 if cuda else 256,
         "experts": 128 if cuda else 16, "top_k": 8 if cuda else 4,
@@ -219,8 +176,8 @@ def main() -> None:
     for name, value in defaults.items():
         if getattr(a, name) is None:
             setattr(a, name, value)
-    if not cuda and "captured" in a.ways:
-        options.error("--ways captured needs --device cuda")
+    if not cuda and any("captured" in way for way in a.ways):
+        options.error("--ways with captured need --device cuda")
     results = Results("layer", a.out)
     sizes = Sizes(a.hidden, a.inner, a.experts, a.top_k, DTYPES[a.dtype])
     for world_size in a.ranks:

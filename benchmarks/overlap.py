@@ -183,10 +183,12 @@ def run_cuda(args: Any, results: Results) -> None:
             main = torch.cuda.current_stream()
             outputs: list[torch.Tensor] = []
             streams = [torch.cuda.Stream() for _ in groups]
-            for step, stream in zip(steps, streams, strict=True):
+            for stream in streams:
                 stream.wait_stream(main)
+            for step, stream in zip(steps, streams, strict=True):
                 with torch.cuda.stream(stream):
                     outputs.extend(step())
+            for stream in streams:
                 main.wait_stream(stream)
         return graph, outputs
 
