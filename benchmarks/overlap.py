@@ -168,8 +168,8 @@ def run_cuda(args: Any, results: Results) -> None:
     outs = [torch.empty_like(left) for _ in groups]
     torch.mm(left, right)  # the workspace of cuBLAS
 
-    def record(pattern: str, place: str, usec: float) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:
-        """A step of all ranks, and its outputs."""
+    def record(pattern: str, place: str, usec: float) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor], Any]:
+        """A step of all ranks, its outputs, and what holds the tensors that a replay reads."""
         sleep = partial(torch.cuda._sleep, int(usec * cycles_per_us))
         steps = [
             make_step(group, rank, pattern, place, args.layers, sleep, partial(torch.mm, left, right, out=outs[rank]),
@@ -190,7 +190,7 @@ def run_cuda(args: Any, results: Results) -> None:
                     outputs.extend(step())
             for stream in streams:
                 main.wait_stream(stream)
-        return graph, outputs
+        return graph, outputs, steps
 
     def elapsed_us(run: Callable[[], Any]) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -213,13 +213,13 @@ def run_cuda(args: Any, results: Results) -> None:
             continue
         recorded = {place: record(pattern, place, usec) for place in ("none", "dispatch", "combine", "stream")}
         expected = recorded["none"][1]
-        for graph, outputs in recorded.values():
+        for graph, outputs, _ in recorded.values():
             graph.replay()
             for mine, theirs in zip(outputs, expected, strict=True):
                 assert torch.equal(mine, theirs)
         taken: dict[str, list[float]] = {place: [] for place in recorded}
         for _ in range(args.repeats):
-            for place, (graph, _) in recorded.items():
+            for place, (graph, *_) in recorded.items():
                 taken[place].append(elapsed_us(graph.replay) / args.layers)
         emit(results, taken, device=torch.cuda.get_device_name(), ranks=WORLD_SIZE, layers=args.layers,
              pattern=pattern, late_us=usec, shared_us=round(shared_us, 1))

@@ -257,6 +257,11 @@ def private_options(device: torch.device | str) -> dict[str, Any]:
     return {"_emulate_cft": True} if counted else {}
 
 
+def bootstrap_of(ep_size: int, rank: int, device: torch.device | str) -> BootstrapConfig:
+    """Names the GPU: a backend over collectives would take the CPU for a group that serves both."""
+    return BootstrapConfig(ep_size, rank, device=torch.cuda.current_device() if "cuda" in str(device) else None)
+
+
 def make_group(
     case: Case, ep_size: int, rank: int, device: torch.device | str, *, namespace: str = "", backend: str = "one_sided",
     **options: Any,
@@ -269,7 +274,7 @@ def make_group(
     else:
         config, private = backend_config(device, **{**case.options(), **options}), private_options(device)
     return create_communication(
-        BootstrapConfig(ep_size, rank), case.params(ep_size), config, namespace=namespace, **private
+        bootstrap_of(ep_size, rank, device), case.params(ep_size), config, namespace=namespace, **private
     )
 
 
@@ -278,7 +283,7 @@ def roomy_group(
 ) -> MoEEpCommunication:
     """A communicator on which every case fits (see :func:`group_for`)."""
     params = MoEEpCommParams(num_experts=64, top_k=32, max_tokens_per_rank=32, hidden_size=2048, dtype=torch.float64)
-    bootstrap = BootstrapConfig(ep_size, rank)
+    bootstrap = bootstrap_of(ep_size, rank, device)
     if backend == "torch_distributed":
         return create_communication(bootstrap, params, TorchDistributedConfig(), namespace=namespace)
     config = backend_config(

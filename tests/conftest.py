@@ -2,7 +2,7 @@
 
 On a GPU the steps of most tests take the transport that ``--transport`` names: ``lamport`` unless told otherwise,
 ``fence`` or ``counted`` (emulated); run the tests with each. test_cuda.py, test_lamport_cuda.py and
-test_counted_cuda.py test one alone.
+test_counted_cuda.py test one alone, and test_nccl.py none of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import torch_moe_ep
 DEVICES = ["cpu"]
 if torch_moe_ep.NVLinkOneSidedAlltoAll.is_platform_supported():
     DEVICES.append("cuda")
-collect_ignore = [] if "cuda" in DEVICES else ["test_cuda.py", "test_lamport_cuda.py", "test_counted_cuda.py"]
+collect_ignore = []
+if "cuda" not in DEVICES:
+    collect_ignore = ["test_cuda.py", "test_lamport_cuda.py", "test_counted_cuda.py", "test_nccl.py"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,10 +38,9 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(params=["one_sided", "torch_distributed"])
-def backend(request: pytest.FixtureRequest, device: str) -> str:
-    """For `make_group` and `open_group`: the one-sided backend of the device, or the one over collectives."""
-    if request.param == "torch_distributed" and device == "cuda":
-        pytest.skip("the pools have gloo groups, which move no CUDA tensors")
+def backend(request: pytest.FixtureRequest) -> str:
+    """For `make_group` and `open_group`: the one-sided backend of the device, or the one over collectives (of the
+    pools' gloo groups, which move CUDA tensors too; test_nccl.py has groups of NCCL)."""
     return request.param
 
 

@@ -203,10 +203,8 @@ def test_training_equals_one_process(ranks: Callable[[int], RankPool], checkpoin
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("checkpointing", ["none", "plain"])
 def test_training_over_collectives_equals_one_process(
-    ranks: Callable[[int], RankPool], device: str, checkpointing: str, compiled: bool
+    ranks: Callable[[int], RankPool], checkpointing: str, compiled: bool
 ) -> None:
-    if device == "cuda":
-        pytest.skip("gloo moves no CUDA tensors")
     ranks(2).run(train, checkpointing, compiled, "torch_distributed", timeout=PATIENCE)
 
 

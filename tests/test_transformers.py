@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.distributed as dist
+from cases import bootstrap_of
 from ranks import Rank, RankPool
 from tiny_model import PATIENCE
 from transformers_models import CONFIGS, END, EXPERTS, LAYERS, make_model, prompt
@@ -30,7 +31,7 @@ in bfloat16 rounded where Transformers rounds elsewhere."""
 
 
 def parallelize(rank: Rank, model: Any, **options: Any) -> Any:
-    bootstrap = BootstrapConfig(rank.world_size, rank.rank)
+    bootstrap = bootstrap_of(rank.world_size, rank.rank, rank.device)
     return expert_parallel(model, bootstrap, **{"max_tokens_per_rank": CAPACITY, **options})
 
 
@@ -94,9 +95,7 @@ def compare_over_collectives(rank: Rank) -> float:
     return error
 
 
-def test_logits_over_collectives(ranks: Callable[[int], RankPool], device: str) -> None:
-    if device == "cuda":
-        pytest.skip("the pools have gloo groups, which move no CUDA tensors")
+def test_logits_over_collectives(ranks: Callable[[int], RankPool]) -> None:
     assert max(ranks(4).run(compare_over_collectives, timeout=PATIENCE)) <= TOLERANCE[torch.float32]
 
 

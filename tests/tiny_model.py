@@ -7,10 +7,11 @@ that it can be exported, and the ids of its experts as a tensor, so that all ran
 from __future__ import annotations
 
 import torch
+from cases import bootstrap_of
 from torch import nn
 
 import torch_moe_ep
-from torch_moe_ep import BootstrapConfig, MoEEpCommParams, MoEEpCommunication
+from torch_moe_ep import MoEEpCommParams, MoEEpCommunication
 
 EXPERTS, TOP_K, CAPACITY, HIDDEN, INNER = 6, 2, 64, 16, 8
 PATIENCE = 300
@@ -35,7 +36,7 @@ def open_group(
         "torch_distributed": torch_moe_ep.TorchDistributedConfig,
     }
     make = configs[device if backend == "one_sided" else backend]
-    bootstrap = BootstrapConfig(world_size=world_size, rank=rank)
+    bootstrap = bootstrap_of(world_size, rank, device)
     return torch_moe_ep.create_communication(bootstrap, params, make(**config), namespace=namespace)
 
 

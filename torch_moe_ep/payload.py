@@ -202,10 +202,11 @@ def quantize(
     amax = _pad_to(magnitude, blocks * block).unflatten(-1, (blocks, block)).amax(-1)
 
     if quant_format is QuantFormat.DeepSeekFp8:
-        scale = torch.where(amax.isinf(), torch.nan, (amax / _E4M3_MAX).clamp(min=_FLOAT32_LEAST_NORMAL))
+        scale = torch.where(amax.isinf(), torch.nan, _quotient(amax, _E4M3_MAX).clamp(min=_FLOAT32_LEAST_NORMAL))
         scaled = [_by_block(torch.div, lane, scale, block) for lane in lanes]
     elif quant_format is QuantFormat.NVFP4:
-        ideal = amax / _E2M1_MAX if g is None else amax / _E2M1_MAX / g
+        ideal = _quotient(amax, _E2M1_MAX)
+        ideal = ideal if g is None else ideal / g
         ideal = torch.where(amax.isinf(), torch.nan, ideal.clamp(_E4M3_LEAST_NORMAL, _E4M3_MAX))
         scale = ideal.to(_E4M3)
         inverse = (1.0 if g is None else 1.0 / g) / scale.float()
@@ -308,7 +309,7 @@ def global_scale_of(hidden_states: torch.Tensor, quant_format: QuantFormat) -> t
         raise ValueError(f"quant_format: {quant_format.name} has no global scale; expected FP8PerTensor or NVFP4")
     largest = _E4M3_MAX * (_E2M1_MAX if quant_format is QuantFormat.NVFP4 else 1.0)
     amax = torch.nn.functional.pad(hidden_states.detach().flatten().float().abs(), (0, 1)).amax()
-    return (amax / largest).clamp(min=2.0**-120)
+    return _quotient(amax, largest).clamp(min=2.0**-120)
 
 
 def _check_global_scale(
@@ -340,6 +341,11 @@ def _check_part(
         raise ValueError(f"{name}: expected [*, {width}] for {quant_format.name} and this hidden_size, "
                          f"got {tuple(tensor.shape)}")
     return tensor
+
+
+def _quotient(x: torch.Tensor, divisor: float) -> torch.Tensor:
+    """``x / divisor``, rounded once: by a number torch on CUDA does not divide, it multiplies with its reciprocal."""
+    return x / x.new_full((), divisor)
 
 
 def _pad_to(x: torch.Tensor, width: int) -> torch.Tensor:
